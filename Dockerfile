@@ -20,7 +20,7 @@ RUN if [ "$VARIANT" = cuda ]; then \
 WORKDIR /opt/spurline
 
 # torch comes first and alone: as a dependency of something else pip would choose its own build.
-COPY constraints.txt ./
+COPY constraints.txt constraints-gpu.txt ./
 RUN case "$VARIANT" in \
       cpu) pip install --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' constraints.txt)" ;; \
       cuda) pip install "$(grep '^torch==' constraints.txt)" ;; \
@@ -33,6 +33,7 @@ COPY plugins plugins
 RUN pip install -c constraints.txt ./core ./plugins/text './plugins/models[lora]' ./plugins/preference './plugins/rl[math]' \
       ./plugins/ranks ./plugins/insight ./plugins/planning './plugins/trackers[tensorboard]' ./plugins/collation_fast \
       ./plugins/async_rl ./plugins/agents ./plugins/fsdp_backend ./plugins/megatron_backend
+RUN if [ "$VARIANT" = cuda ]; then pip install -c constraints.txt -c constraints-gpu.txt liger-kernel; fi
 
 # The image must answer and plan a run without a network, or it is not finished.
 COPY examples examples

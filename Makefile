@@ -12,13 +12,14 @@ TESTED := -c constraints.txt -c tests/constraints.txt
 # There is one more worker than cores, because tests often wait for other processes.
 IN_PARALLEL := -n $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 
-.PHONY: help quickstart test test-fast alone check soak docs benchmarks clean
+.PHONY: help quickstart test test-fast alone oldest check soak docs benchmarks clean
 help:
 	@echo "make quickstart   install into .venv, train a tiny model by SFT and by RL, write reports (minutes)"
 	@echo "make test         install the development tools too and run the whole test suite"
 	@echo "make test-fast    the tests that start no processes and no vLLM (minutes); PYTEST_ARGS=tests/core for a part,"
 	@echo "                  PYTEST_ARGS=--reverse for the reverse order, with make test too"
 	@echo "make alone        the tests of core where no plugin is installed, and a run with the fewest plugins"
+	@echo "make oldest       runs and tests with the oldest versions that the packages ask for"
 	@echo "make check        lint, formatting, types, import rules and documentation"
 	@echo "make soak         the slow tests at full length, and random examples for the property tests"
 	@echo "make docs         build the documentation into site/"
@@ -86,6 +87,10 @@ test-fast: $(VENV)/.dev
 
 alone: | $(VENV)/bin/python
 	TORCH_INDEX=$(TORCH_INDEX) .ci/alone
+
+# uv names the oldest versions.
+oldest: | $(VENV)/.dev
+	TORCH_INDEX=$(TORCH_INDEX) .ci/oldest
 
 check: $(VENV)/.vllm
 	$(BIN)/ruff check

@@ -204,7 +204,7 @@ def test_any_path_is_written_as_it_is(path: str) -> None:
     data = DataFacts("sft", "conversations", has_reference=True, is_chat=True)
     options = Options(path, path, "sft", eval=path, reward=None, lora=False, epochs=None, steps=1)
     text = config_text(options, model, data, run_dir=path)
-    read = YAML(typ="safe").load(text)
+    read = YAML(typ="safe", pure=True).load(text)
     assert (read["model"]["path"], read["run_dir"]) == (path, path)
     assert read["data"]["train"] == read["data"]["eval"] == path
 

@@ -66,12 +66,17 @@ def test_layout_and_split_do_not_change_gradients(model: Path, precision: str, t
 
 
 def test_the_half_precision_kernel_agrees_with_padded_attention(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if segment_attention.varlen_attn is None:
-        pytest.skip("this torch has no varlen_attn")
     backend = on_gpu(model, precision="bf16", probe=True)
+    assert "pads" not in backend.facts()
     batch = lay_out(SAMPLES, ROWS)
+    calls: list[int] = []
+    kernel = segment_attention.varlen_attn
+    monkeypatch.setattr(
+        segment_attention, "varlen_attn", lambda *given, **named: calls.append(1) or kernel(*given, **named)
+    )
     with_kernel = backend.logprobs(batch)
-    monkeypatch.setattr(segment_attention, "varlen_attn", None)
+    assert calls, "the kernel for streams was not used"
+    monkeypatch.setattr(segment_attention, "padding_reason", lambda *_: "the test asks for it")
     without = backend.logprobs(batch)
     exact = on_gpu(model).logprobs(batch)
     assert float((with_kernel - exact).abs().mean()) <= 2 * float((without - exact).abs().mean()) + 1e-3

@@ -25,7 +25,9 @@ from spurline_text.testing.inputs import tiny_tokenizer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "harness.md").read_text("utf-8")
 FILES: dict[str, str] = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.S))
-SETTINGS: list[dict[str, Any]] = [YAML(typ="safe").load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
+SETTINGS: list[dict[str, Any]] = [
+    YAML(typ="safe", pure=True).load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+]
 
 
 @pytest.fixture

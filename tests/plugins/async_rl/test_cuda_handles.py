@@ -87,6 +87,7 @@ def test_any_weights_come_as_they_were(tmp_path_factory: Any, values: list[Tenso
     assert all(torch.equal(got, expected) for (_, got), expected in zip(read, values, strict=True))
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch cannot tell its settings")
 def test_segments_do_not_expand_while_a_buffer_is_allocated_and_all_else_stays() -> None:
     read: Any = torch._C._accelerator_getAllocatorSettings
     change: Any = torch._C._accelerator_setAllocatorSettings
@@ -101,3 +102,17 @@ def test_segments_do_not_expand_while_a_buffer_is_allocated_and_all_else_stays()
         change("expandable_segments:False")
     with fixed_segments():
         assert read() == "expandable_segments:False"
+
+
+def test_segments_do_not_expand_where_torch_cannot_tell_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: list[str] = []
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changes.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    with fixed_segments():
+        assert changes == []
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
+    with fixed_segments():
+        assert changes == ["max_split_size_mb:128,expandable_segments:False"]
+    assert changes[1:] == ["max_split_size_mb:128,expandable_segments:True"]

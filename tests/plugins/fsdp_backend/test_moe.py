@@ -10,6 +10,7 @@ from fsdp_layouts import on
 
 from spurline import load_config
 from spurline.errors import ConfigError, ModelError
+from spurline_fsdp_backend import configs
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
 from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch
 from spurline_rl.testing.backend_runs import backend_run, opened
@@ -35,6 +36,13 @@ def test_models_whose_experts_ranks_cannot_share_equally_are_refused_before_rank
     run = backend_run(model, on(2, expert=2), ("fsdp_backend",))
     with pytest.raises(ConfigError, match=message), opened(run):
         pass
+
+
+def test_a_transformers_that_cannot_divide_experts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "version", lambda name: "5.22.2")
+    load_config(run_of(on(2)))
+    with pytest.raises(ConfigError, match=r"backend\.expert needs transformers 5\.23\. 5\.22\.2 is installed"):
+        load_config(run_of(on(2, expert=2)))
 
 
 @pytest.mark.processes

@@ -75,7 +75,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 @pytest.mark.parametrize("text", SETTINGS)
 def test_the_settings_are_valid_and_the_environments_can_be_built(text: str, modules: dict[str, ModuleType]) -> None:
     pytest.importorskip("math_verify")
-    source = read_source(YAML(typ="safe").load(text)["source"])
+    source = read_source(YAML(typ="safe", pure=True).load(text)["source"])
     assert set(source.reward_weights) <= set(source.environment.rewards)
     build(source, tiny_tokenizer()).close()
 

@@ -111,7 +111,8 @@ class Backend(Protocol):
         """Return facts about the model for a report: `parameters` and `trainable_parameters` (counts), `device`.
 
         If the model cannot read packed rows, `reads` says what it reads instead. If fused kernels compute parts of the
-        model, `kernels` names the parts. If its config asks for dropout or noise, `draws` names the settings.
+        model, `kernels` names the parts. If its config asks for dropout or noise, `draws` names the settings. If a GPU
+        computes attention on padded rows, `pads` says why.
         """
         ...
 

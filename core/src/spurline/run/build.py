@@ -152,6 +152,8 @@ def build_components(
         progress(f"{quantity(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
     if "kernels" in facts:
         progress(f"Liger's fused kernels compute {facts['kernels']}")
+    if "pads" in facts:
+        progress(f"attention is computed on padded rows, which takes longer, since {facts['pads']}")
     if "reads" in facts:
         why = "since packed rows would mix sequences (docs/models.md)"
         progress(f"this model reads {facts['reads']}, with padding, {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -59,6 +60,8 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
                     f"is {getattr(self, key)}, which does not divide the {ranks} ranks. Choose one of "
                     f"{fitting}, or change backend.ranks.",
                 )
+        if self.expert > 1 and tuple(int(part) for part in version("transformers").split(".")[:2]) < (5, 23):
+            yield Problem("expert", f"needs transformers 5.23. {version('transformers')} is installed. Set expert: 1.")
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
         if self.lora is not None and self.expert > 1:

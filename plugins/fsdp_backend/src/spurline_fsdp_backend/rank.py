@@ -136,7 +136,7 @@ class FsdpRank(RankWorker):
             "parameters": sum(value.numel() for value in self._policy.model.causal.parameters()),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": f"{self._place.world} x {self._profile.device.type}",
-            **self._policy.model.facts(),
+            **self._policy.model.facts(torch.bfloat16 if self._config.computes_in == "bf16" else torch.float32),
         }
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
-from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
@@ -248,6 +247,8 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
 
 def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
     """Give whole experts to each rank of a group; return the modules that hold experts. Raises ModelError."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism  # transformers 5.23, see the config
+
     assert meshes.experts is not None
     assert meshes.alone is not None
     group, path = meshes.experts[EXPERT], causal.config.name_or_path

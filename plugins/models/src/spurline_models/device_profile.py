@@ -38,6 +38,10 @@ class DeviceProfile:
     autocast_dtype: torch.dtype | None = None
 
     @property
+    def computes_in(self) -> torch.dtype:
+        return self.autocast_dtype or self.weight_dtype
+
+    @property
     def slots_per_attention_call(self) -> int:
         return _SLOTS_PER_CALL.get(self.device.type, 0)
 

@@ -7,8 +7,9 @@ from it. This needs memory for one bucket; vLLM's own transfer of handles needs 
 from __future__ import annotations
 
 import base64
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -121,7 +122,7 @@ def fixed_segments() -> Iterator[None]:
     Such segments cannot be exported in most containers, because processes in these containers cannot pass file
     descriptors to each other.
     """
-    before: str = torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportPrivateUsage]
+    before = _allocator_settings()
     fixed = _EXPANDABLE.sub(r"\1False", before)
     if fixed == before:
         yield
@@ -132,6 +133,13 @@ def fixed_segments() -> Iterator[None]:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(before)  # pyright: ignore[reportPrivateUsage]
+
+
+def _allocator_settings() -> str:
+    read: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    # Torch 2.11 cannot tell its settings, so these are the ones that it started with.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return read() if read else next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def _as_text(value: bytes | int) -> str | int:

@@ -195,7 +195,7 @@ class LocalBackend:
             "parameters": num_parameters(self._model.causal),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": str(self._profile.device),
-            **self._model.facts(),
+            **self._model.facts(self._profile.computes_in),
         }
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
@@ -68,13 +67,6 @@ class MuonConfig(AdamWConfig):
     With `original`, put the parameters that AdamW trains into a group with a smaller rate."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
     """Glob patterns of the matrices that AdamW trains: embeddings and the output layer."""
-
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        installed = version("torch")
-        if tuple(int(part) for part in installed.split(".")[:2]) < (2, 9):
-            yield Problem(
-                "name", f"is {self.name}, which needs torch 2.9 or later, and {installed} is installed. Use adamw."
-            )
 
     def is_hidden_matrix(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether Muon trains this parameter; AdamW trains the others."""

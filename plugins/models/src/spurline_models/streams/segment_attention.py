@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline_models.streams.token_stream import Bucket, SegmentPlan
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch older than 2.10
-    varlen_attn = None
-if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-    varlen_attn = None  # versions without these arguments
 
 ATTENTION_NAME = "spurline_segments"
 
@@ -121,7 +116,8 @@ def attend_segments(
             scores = replace(scores, sinks=exchange.own_heads(scores.sinks))
         query, key, value = exchange.to_heads(query, key, value)
     scores = scores.for_lengths_up_to(plan.max_length)
-    if _varlen_kernel_fits(query, key, value, scores, dropout):
+    widths = {part.shape[-1] for part in (query, key, value)}
+    if query.is_cuda and not padding_reason(query.device, query.dtype, widths, scores.sinks is not None, dropout):
         output = _varlen(query, key, value, plan, scores)
     else:
         # Use `split`, since the backward pass of each slice would allocate zeros for the whole stream.
@@ -164,21 +160,27 @@ def _refuse_what_would_be_ignored(
         )
 
 
-def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> bool:
-    return (
-        varlen_attn is not None
-        and scores.sinks is None
-        and query.is_cuda
-        and query.dtype in _HALF_PRECISION
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and dropout == 0.0
-        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-    )
+def padding_reason(
+    device: torch.device, dtype: torch.dtype, widths: Collection[int], has_sinks: bool, dropout: float
+) -> str | None:
+    """Return why a GPU computes attention on padded rows, or None if it runs torch's kernel for streams.
+
+    `widths` are the sizes of the heads of queries, keys and values. `dtype` is that of computations.
+    """
+    if dtype not in _HALF_PRECISION:
+        return f"it is computed in {str(dtype).removeprefix('torch.')}, and the kernel needs backend.precision: bf16"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere"
+    if has_sinks:
+        return "the model has attention sinks"
+    if dropout:
+        return "the model's config asks for dropout of attention"
+    if len(widths) > 1 or max(widths) > 256 or max(widths) % 8:
+        return f"its heads have sizes of {sorted(widths)}, and the kernel needs one multiple of 8 up to 256"
+    return None
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores: Scores) -> Tensor:
-    assert varlen_attn is not None
     output = varlen_attn(
         query,
         key,
@@ -190,10 +192,16 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
         scale=scores.scaling,
         # (keys to the left, keys to the right). The window of transformers counts the query's own position.
         window_size=(-1 if scores.window is None else scores.window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_for_grouped_heads(varlen_attn),
     )
     assert isinstance(output, Tensor)
     return output
+
+
+@cache
+def _for_grouped_heads(kernel: Callable[..., Any]) -> dict[str, bool]:
+    # In torch 2.11 the kernel takes fewer heads of keys than of queries without being told.
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:

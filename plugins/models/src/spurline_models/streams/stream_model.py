@@ -30,7 +30,7 @@ from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
-from spurline_models.streams.segment_attention import ATTENTION_NAME, Unpad
+from spurline_models.streams.segment_attention import ATTENTION_NAME, Unpad, padding_reason
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, TokenStream, cut_buckets
 
@@ -113,8 +113,11 @@ class StreamModel:
         self.causal.set_attn_implementation(ATTENTION_NAME if reading == "stream" else library_attention(self.causal))
         self.reading = reading
 
-    def facts(self) -> dict[str, str]:
-        """Return facts to show at the start of a run: that it reads rows, what fused kernels compute, dropout rates."""
+    def facts(self, dtype: torch.dtype) -> dict[str, str]:
+        """Return facts to show at the start of a run: that it reads rows, what fused kernels compute, dropout rates.
+
+        On a GPU, `pads` says why attention is computed on padded rows. `dtype` is that of computations.
+        """
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
         kernels = ", ".join(filter(None, (kernels_of(self.causal), "logprobs" if self.score.fused else "")))
         libraries = {"kernels": kernels, "attention": attention_library()}
@@ -124,6 +127,16 @@ class StreamModel:
         drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
         if drawn:
             facts["draws"] = ", ".join(drawn)
+        weights = next(self.causal.parameters())
+        if weights.is_cuda and self.reading == "stream":
+            widths = {getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")} - {None}
+            own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            has_sinks = any(name.endswith(".sinks") for name, _ in self.causal.named_parameters())
+            reason = padding_reason(
+                weights.device, dtype, widths or {own}, has_sinks, rates.get("attention_dropout", 0)
+            )
+            if reason:
+                facts["pads"] = reason
         return facts
 
     def counting_experts(self) -> AbstractContextManager[ExpertLoads]:
