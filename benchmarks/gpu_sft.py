@@ -43,11 +43,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -157,6 +159,25 @@ class Trainer:
     about: dict[str, Any] = field(default_factory=dict)
 
 
+def run_settings(job: Job, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a run whose backend has these settings."""
+    backend: dict[str, Any] = {"name": "local", "device": job.device, "precision": "bf16"}
+    backend |= {"max_tokens_per_microbatch": job.microbatch, **settings}
+    if job.adapters:
+        backend["lora"] = {"rank": RANK, "base_dtype": "nf4" if job.train == "qlora" else "bf16"}
+    plugins = {"fsdp": ["fsdp_backend"], "megatron": ["megatron_backend"]}
+    return {
+        "plugins": plugins.get(backend["name"], []),
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(job.model_folder(folder)), "init": "random"},
+        "data": {"train": "unused.jsonl", "max_length": job.longest},
+        "steps": job.steps + WARMUP,
+        "optimizer": {"learning_rate": LEARNING_RATE},
+        "schedule": {"name": "constant"},
+        "backend": backend,
+    }
+
+
 def spurline(job: Job, folder: Path, settings: dict[str, Any]) -> Trainer:
     """Return the backend with these settings, without Spurline's loop. `loop_overhead.py` measures the loop."""
     from spurline.config.loading import load_config
@@ -169,28 +190,12 @@ def spurline(job: Job, folder: Path, settings: dict[str, Any]) -> Trainer:
     from spurline_models.losses.configs import CrossEntropyConfig
     from spurline_models.losses.cross_entropy import CrossEntropy
 
-    backend_settings: dict[str, Any] = {"name": "local", "device": job.device, "precision": "bf16"}
-    backend_settings |= {"max_tokens_per_microbatch": job.microbatch, **settings}
-    if job.adapters:
-        base = "nf4" if job.train == "qlora" else "bf16"
-        backend_settings["lora"] = {"rank": RANK, "base_dtype": base}
-    plugins = {"fsdp": ["fsdp_backend"], "megatron": ["megatron_backend"]}
-    loaded = load_config(
-        {
-            "plugins": plugins.get(backend_settings["name"], []),
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(job.model_folder(folder)), "init": "random"},
-            "data": {"train": "unused.jsonl", "max_length": job.longest},
-            "steps": job.steps + WARMUP,
-            "optimizer": {"learning_rate": LEARNING_RATE},
-            "schedule": {"name": "constant"},
-            "backend": backend_settings,
-        }
-    )
+    loaded = load_config(run_settings(job, folder, settings))
     config, registry = loaded.config, loaded.host.registry
-    backend: Any = registry.create(
-        "backend", config.backend, run=config, registry=registry, total_updates=job.steps + WARMUP
-    )
+    with weights_drawn_on(job.device):
+        backend: Any = registry.create(
+            "backend", config.backend, run=config, registry=registry, total_updates=job.steps + WARMUP
+        )
     builder = TokenStoreBuilder(["random"])
     for row, sequence in enumerate(job.sequences()):
         builder.add(sequence, [0] + [1] * (len(sequence) - 1), source=0, row=row)
@@ -207,6 +212,27 @@ def spurline(job: Job, folder: Path, settings: dict[str, Any]) -> Trainer:
         backend.close,
         {"planned_bytes": planned.peak, "facts": facts},
     )
+
+
+@contextmanager
+def weights_drawn_on(device: str) -> Iterator[None]:
+    """Draw random weights on the GPU, and return them on the host: a host needs minutes for those of a large model."""
+    from transformers import AutoModelForCausalLM
+
+    if device == "cpu":
+        yield
+        return
+    usual = AutoModelForCausalLM.from_config
+
+    def from_config(*arguments: Any, **settings: Any) -> Any:
+        with torch.device(device):
+            model = usual(*arguments, **settings)
+        model = model.to("cpu")
+        torch.cuda.empty_cache()
+        return model
+
+    with mock.patch.object(AutoModelForCausalLM, "from_config", from_config):
+        yield
 
 
 def built_model(job: Job, folder: Path) -> Any:
@@ -348,7 +374,8 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
 
 def measure(job: Job, make: Callable[[Job, Path, dict[str, Any]], Trainer], settings: dict[str, Any]) -> dict[str, Any]:
     """Return the median seconds of the steps after the warm-up, and their memory peak."""
-    with tempfile.TemporaryDirectory() as folder, DeviceUse(job.device) as use:
+    use = DeviceUse(job.device)
+    with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         trainer = make(job, Path(folder), settings)
         losses = [trainer.step() for _ in range(WARMUP)]
@@ -356,11 +383,12 @@ def measure(job: Job, make: Callable[[Job, Path, dict[str, Any]], Trainer], sett
         warm = time.perf_counter() - began
         forget_peak(job.device)
         seconds: list[float] = []
-        for _ in range(job.steps):
-            begin = time.perf_counter()
-            losses.append(trainer.step())
-            synchronize(job.device)
-            seconds.append(time.perf_counter() - begin)
+        with use:
+            for _ in range(job.steps):
+                begin = time.perf_counter()
+                losses.append(trainer.step())
+                synchronize(job.device)
+                seconds.append(time.perf_counter() - begin)
         # Ranks are other processes, whose allocations torch does not know here.
         peak = peak_bytes(job.device) if settings.get("name", "local") == "local" else None
         trainer.close()
@@ -377,20 +405,22 @@ def measure(job: Job, make: Callable[[Job, Path, dict[str, Any]], Trainer], sett
 
 
 class DeviceUse:
-    """Watches how many bytes of the GPU are in use, by all processes. `peak` is beyond what was in use before."""
+    """Watches how many bytes of the GPU are in use, by all processes, while the context is open.
 
-    peak: int | None = None
+    `peak` is beyond what was in use when this object was made. It is None on CPU.
+    """
 
     def __init__(self, device: str) -> None:
-        self._device = device
+        self.peak: int | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> DeviceUse:
-        if self._device == "cuda":
+        if device == "cuda":
             # The CUDA context of this process comes first, and does not count.
             torch.zeros(1, device="cuda")
             self._before, self.peak = torch.cuda.mem_get_info()[0], 0
+
+    def __enter__(self) -> DeviceUse:
+        if self.peak is not None:
             self._thread.start()
         return self
 
@@ -400,7 +430,8 @@ class DeviceUse:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.02):
+        # torch keeps freed memory for later, so reading it now and then finds the peak.
+        while not self._stop.wait(0.1):
             assert self.peak is not None
             self.peak = max(self.peak, self._before - torch.cuda.mem_get_info()[0])
 

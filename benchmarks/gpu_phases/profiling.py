@@ -39,7 +39,12 @@ def measure(candidate: str, device: str, tiny: bool) -> dict[str, Any]:
             synchronize(device)
         trainer.close()
     kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
-    events: Any = [event for event in found.events() or [] if event.device_type == kind]
+    # Marks such as `Optimizer.step` span kernels, and are none.
+    events: Any = [
+        event
+        for event in found.events() or []
+        if event.device_type == kind and not getattr(event, "is_user_annotation", False)
+    ]
     times: dict[str, float] = {}
     for event in events:
         # A kernel has no parts. Of an operator only the time outside of its parts counts.
