@@ -128,7 +128,7 @@ async def generate(engine: Any, asked: Sequence[GenerationRequest]) -> tuple[lis
 def in_process(device: str, tiny: bool) -> dict[str, Any]:
     """Return tokens per second of the engine `in_process`, with its own copy in bf16."""
     from spurline_rl.engines.configs import InProcessEngineConfig
-    from spurline_rl.engines.in_process import InProcessEngine
+    from spurline_rl.engines.in_process.engine import InProcessEngine
 
     asked = requests(4, 16, 16) if tiny else requests(64, 128, 128)
 

@@ -100,7 +100,8 @@ class Running:
         seconds = time.monotonic() - self._began
         kill_session(self._process)
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._paths)
-        last = [line for line in (err or out).splitlines() if line.strip()][-LAST_LINES:]
+        said = (line for line in (err or out).splitlines() if line.strip() and not line.startswith("{"))
+        last = list(said)[-LAST_LINES:]
         error = "" if status == "ok" else "\n".join([why, *last])
         return Result(self.phase.name, status, round(seconds, 1), last_object(out), error, self.phase.about)
 
