@@ -98,9 +98,10 @@ def smoke_runs(where: Sequence[str], out: Path) -> Iterator[Phase]:
 
 
 def tests() -> Iterator[Phase]:
-    lacks = missing("pytest", "hypothesis", "psutil")
+    needed = ("pytest", "hypothesis", "psutil")
     for path in sorted(TESTS.glob("test_*.py")):
         parts = PARTS.get(path.stem, 1)
+        lacks = missing(*needed, *(["numba"] if "collation" in path.stem else []))
         name = path.stem.removeprefix("test_").removesuffix("_gpu").replace("_", "-")
         for part in range(1, parts + 1):
             command = own("pytest_part", path, "--part", f"{part}/{parts}", "-k", f"not ({ALONE})")
@@ -108,7 +109,7 @@ def tests() -> Iterator[Phase]:
             called = f"tests-{name}" + (f"-{part}" if parts > 1 else "")
             yield Phase(called, command, 120, 30, shares=True, missing=lacks, about=about)
     command = own("pytest_part", TESTS, "-k", ALONE)
-    yield Phase("tests-alone", command, 90, 20, missing=lacks, about={"kind": "tests"})
+    yield Phase("tests-alone", command, 90, 20, missing=missing(*needed), about={"kind": "tests"})
 
 
 def supervised(device: str, tiny: bool) -> Iterator[Phase]:
