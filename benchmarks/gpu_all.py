@@ -53,7 +53,21 @@ PARTS = {"test_fsdp_gpu": 3, "test_megatron_gpu": 3, "test_local_backend_gpu": 2
 ALONE = "device_is_free or sleeping_engine or memory_of_a_gpu"
 """Tests that read the memory of the whole GPU, and must have it for themselves."""
 
-FIRST = ("spurline", "strong loop", "spurline + bf16 weights")
+URGENT = (
+    "sft-tiny-*",
+    "sft-0.6b-all-spurline",
+    "sft-0.6b-all-strong-loop",
+    "sft-0.6b-all-spurline-bf16-weights",
+    "sft-0.6b-all-spurline-bf16-weights-compile",
+    "sft-8b-lora-spurline",
+    "sft-8b-lora-strong-loop",
+    "sft-4b-all-spurline-bf16-weights",
+    "sft-4b-all-strong-loop",
+    "sft-0.6b-all-fsdp",
+    "sft-0.6b-all-megatron",
+)
+"""Measurements of training that come before all others, in this order."""
+LATER = ("spurline", "strong loop", "spurline + bf16 weights")
 """Candidates that are measured for every model before any other candidate is."""
 
 
@@ -67,18 +81,18 @@ def all_phases(device: str, tiny: bool, out: Path) -> list[Phase]:
     where = ["--device", device, *(["--tiny"] if tiny else [])]
     training, tested = list(supervised(device, tiny)), list(tests())
     early = [phase for phase in tested if any(fnmatchcase(phase.name, pattern) for pattern in EARLY)]
-    first = [phase for phase in training if phase.about["candidate"] in FIRST]
+    urgent = [phase for pattern in URGENT for phase in training if fnmatchcase(phase.name, pattern)]
+    later = [phase for phase in training if phase not in urgent]
     return [
         Phase("device", own("device", *where), 120, about={"kind": "device"}),
         *smoke_runs(where, out),
         *early,
-        *first[: 2 * len(FIRST)],
+        *urgent,
         *profiles(where, tiny, out),
         *weights(where),
         *generation(where),
         *(phase for phase in tested if phase not in early),
-        *first[2 * len(FIRST) :],
-        *(phase for phase in training if phase not in first),
+        *sorted(later, key=lambda phase: phase.about["candidate"] not in LATER),
     ]
 
 

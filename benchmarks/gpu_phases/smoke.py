@@ -54,7 +54,8 @@ def train(config: Path, settings: Sequence[str]) -> float:
     began = time.perf_counter()
     changes = [part for setting in settings for part in ("--set", setting)]
     # Standard output is for figures alone. What the run says goes to the log at once, so that a stop loses none of it.
-    code = subprocess.call([*command, *changes], stdout=sys.stderr)
+    # The paths in examples are below the repository's root.
+    code = subprocess.call([*command, *changes], stdout=sys.stderr, cwd=EXAMPLES.parent)
     if code != 0:
         sys.exit(f"`spurline train {config.name}` ended with exit code {code}")
     return time.perf_counter() - began
