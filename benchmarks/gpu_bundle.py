@@ -48,7 +48,6 @@ TRIMMED = (
     "*.pxi",
     "*.cpp",
     "pyarrow/*flight*",
-    "pyarrow/*substrait*",
     "pyarrow/*s3*",
     "pyarrow/*azure*",
     "pyarrow/*gcs*",
