@@ -52,12 +52,12 @@ def test_phases_that_hang_crash_or_come_too_late_are_said_and_lose_nothing(tmp_p
     ]
     (tmp_path / "extra.json").write_text(json.dumps(extra), encoding="utf-8")
     names = [one["name"] for one in extra]
-    chosen = ["sft-tiny-all-strong-loop", "profile-spurline"]
-    arguments = ["--budget", 400, "--patience", 4, "--extra-phases", tmp_path / "extra.json", "--only", *names, *chosen]
+    chosen = ["sft-tiny-all-strong-loop"]
+    arguments = ["--budget", 450, "--patience", 4, "--extra-phases", tmp_path / "extra.json", "--only", *names, *chosen]
     out = tmp_path / "out"
     began = time.monotonic()
     done = gpu_all(out, *arguments)
-    assert time.monotonic() - began < 450
+    assert time.monotonic() - began < 460
     assert done.returncode == 1, done.stderr
     found = results(out)
     assert {name: result["status"] for name, result in found.items()} == {
@@ -82,7 +82,6 @@ def test_phases_that_hang_crash_or_come_too_late_are_said_and_lose_nothing(tmp_p
     assert "not installed: vllm" in table
     assert "| tiny | all | strong loop | " in table
     assert "Qwen3-TINY" in (out / "gpu-results.md").read_text(encoding="utf-8")
-    assert "</svg>" in (out / "profile-spurline.svg").read_text(encoding="utf-8")
     # What was ok is not done again, and the table keeps it.
     again = gpu_all(out, *arguments, "--skip-done")
     assert "strong-loop" not in again.stdout
