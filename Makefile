@@ -12,7 +12,7 @@ TESTED := -c constraints.txt -c tests/constraints.txt
 # There is one more worker than cores, because tests often wait for other processes.
 IN_PARALLEL := -n $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 
-.PHONY: help quickstart test test-fast alone oldest check soak docs benchmarks clean
+.PHONY: help quickstart test test-fast alone oldest check soak docs benchmarks gpu-bundle clean
 help:
 	@echo "make quickstart   install into .venv, train a tiny model by SFT and by RL, write reports (minutes)"
 	@echo "make test         install the development tools too and run the whole test suite"
@@ -24,6 +24,7 @@ help:
 	@echo "make soak         the slow tests at full length, and random examples for the property tests"
 	@echo "make docs         build the documentation into site/"
 	@echo "make benchmarks   print the benchmark figures"
+	@echo "make gpu-bundle   pack all that tries a GPU out on a machine without a network; BUNDLE_ARGS=\"--python 3.12\""
 	@echo "make clean        remove everything the commands above made, except runs/"
 
 $(VENV)/bin/python:
@@ -111,5 +112,8 @@ benchmarks: $(VENV)/.dev models/tiny-qwen3
 	$(BIN)/python benchmarks/rl_overhead.py
 	$(BIN)/python benchmarks/startup.py
 
+gpu-bundle: $(VENV)/.packages
+	$(BIN)/python benchmarks/gpu_bundle.py $(BUNDLE_ARGS)
+
 clean:
-	rm -rf $(VENV) models site .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) dist models site .pytest_cache .ruff_cache .hypothesis .coverage

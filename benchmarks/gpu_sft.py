@@ -1,18 +1,23 @@
 """Measure supervised steps on a GPU in Spurline and in other code: tokens per second, share of the peak, peak memory.
 
-    python benchmarks/gpu_sft.py [--model 0.6b|4b|8b|tiny] [--device cuda|cpu] [--json] [--steps 10] [--tokens 16384]
-                                 [--microbatch 8192] [--only NAME ...] [--peak-tflops 989]
+    python benchmarks/gpu_sft.py [--model 0.6b|1.7b|4b|8b|tiny] [--train all|lora|qlora] [--device cuda|cpu] [--json]
+                                 [--steps 10] [--tokens 16384] [--microbatch 8192] [--only NAME ...]
+                                 [--peak-tflops 989]
 
-Models have random weights in the shapes of Qwen3-0.6B, 4B and 8B, so neither a hub nor a tokenizer is needed. All
-candidates train on the same sequences of random tokens (log-normal lengths around 512, at most 4,096), with loss on all
-tokens except the first of each sequence. They compute in bf16 with the same optimizer. All weights of 0.6B are trained,
-in fp32. For 4B and 8B, adapters of rank 16 are trained over a bf16 base. Each candidate runs in its own process, so
-that its memory peak contains nothing else. Candidates:
+Models have random weights in the shapes of Qwen3, so neither a hub nor a tokenizer is needed. All candidates train on
+the same sequences of random tokens (log-normal lengths around 512, at most 4,096), with loss on all tokens except the
+first of each sequence. They compute in bf16 with the same optimizer. `--train all` trains all weights, in fp32, `lora`
+adapters of rank 16 over a bf16 base, and `qlora` over a base of 4 bits. The default is `all` up to 1.7b, and `lora`
+from 4b on. Each candidate runs in its own process, so that its memory peak contains nothing else. Candidates:
 
-- spurline: the backend `local` without fused kernels. The variants + liger, + compile and + fp8 use fused kernels, if
-  the libraries and the GPU support them. With adapters, fp8 is left out.
+- spurline: the backend `local` as a user gets it with `precision: bf16`. `+ plain` is without fused kernels, `+ liger`
+  asks for them, `+ bf16 weights` holds weights in bf16 with fp32 copies in the optimizer, `+ compile` and `+ fp8` are
+  the settings of these names. What a library or the GPU does not support is left out.
+- fsdp and megatron: these backends with one rank, if they are installed.
 - loop: a usual loop with transformers: sequences sorted by length, padding within micro-batches of the same number of
   tokens, scaled-dot-product attention, whole logits, and fused AdamW. The loss is the mean over all tokens.
+- strong loop: the loop of an expert (`gpu_phases/strong_loop.py`): packed, varlen attention, Liger's kernels and fused
+  cross-entropy if they are installed. Also `+ compile`, of its layers.
 - trl: `SFTTrainer` with packing and no padding, if trl is installed.
 
 Tokens are counted without padding. The FLOPs of a step are for forward and backward without recomputation:
@@ -21,9 +26,12 @@ head size x n^2 for a sequence of n tokens (scores and values, half of them mask
 instead of 6, since gradients of frozen matrices are not computed. The share of the peak (MFU) is FLOPs per second,
 divided by the dense bf16 peak of the GPU. Give --peak-tflops if the script does not know the GPU's name.
 
-Gates are ratios within this run, for the fastest Spurline candidate: tokens per second >= 1.0 x loop, peak memory <=
-1.0 x loop, and tokens per second >= 1.0 x trl, if trl is installed. `--model tiny` has no gates. It shows that the
-script works, also on a CPU.
+`peak_bytes` is what torch allocated at the peak of the measured steps, in this process. `device_bytes` is what the GPU
+had in use at most, beyond what was in use before, with the CUDA context and what torch keeps for later: the only figure
+for backends whose ranks are other processes. `planned_bytes` is the estimate of `spurline plan`.
+
+Gates are ratios within this run, for the fastest Spurline candidate: tokens per second >= 1.0 x each other candidate,
+and peak memory <= 1.0 x loop. `--model tiny` has no gates. It shows that the script works, also on a CPU.
 """
 
 from __future__ import annotations
@@ -33,16 +41,20 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from gpu_phases import strong_loop
 from timing import Gate, gates_as_json, print_gates
 
 WARMUP = 3
@@ -71,19 +83,32 @@ def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, **others: An
 
 SHAPES = {
     "0.6b": _qwen3(28, 1024, 3072, 16),
+    "1.7b": _qwen3(28, 2048, 6144, 16),
     "4b": _qwen3(36, 2560, 9728, 32),
     "8b": _qwen3(36, 4096, 12_288, 32, tie_word_embeddings=False),
     "tiny": _qwen3(2, 64, 128, 4, vocab_size=256, num_key_value_heads=2, head_dim=16),
 }
 WITH_ADAPTERS = ("4b", "8b")
+"""Models of which adapters are trained, if --train does not say otherwise."""
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+PEAKS = {
+    "B200": 2250e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 """Dense bf16 peak of GPUs, by a part of the GPU's name."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a candidate. `tokens` is the number of tokens of a step, `microbatch` of a micro-batch."""
+    """The work of a candidate. `tokens` is the number of tokens of a step, `microbatch` of a micro-batch.
+
+    `train` is `all`, `lora` or `qlora`.
+    """
 
     model: str
     device: str
@@ -91,10 +116,11 @@ class Job:
     tokens: int
     microbatch: int
     longest: int
+    train: str = "all"
 
     @property
     def adapters(self) -> bool:
-        return self.model in WITH_ADAPTERS
+        return self.train != "all"
 
     def sequences(self) -> list[list[int]]:
         """Return the sequences of each step, which are the same for all candidates."""
@@ -124,13 +150,37 @@ def flops(job: Job) -> float:
     return matrices + 6 * layers * heads * size * sum(length**2 for length in lengths)
 
 
-Step = Callable[[], float]
-"""Take one step, and return the loss."""
+@dataclass(frozen=True)
+class Trainer:
+    """A candidate that is ready. `step` takes one step and returns the loss. `about` is added to the figures."""
+
+    step: Callable[[], float]
+    close: Callable[[], object] = lambda: None
+    about: dict[str, Any] = field(default_factory=dict)
 
 
-def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
-    """The backend `local` without Spurline's loop. `loop_overhead.py` measures the loop."""
-    from spurline import load_config
+def run_settings(job: Job, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a run whose backend has these settings."""
+    backend: dict[str, Any] = {"name": "local", "device": job.device, "precision": "bf16"}
+    backend |= {"max_tokens_per_microbatch": job.microbatch, **settings}
+    if job.adapters:
+        backend["lora"] = {"rank": RANK, "base_dtype": "nf4" if job.train == "qlora" else "bf16"}
+    plugins = {"fsdp": ["fsdp_backend"], "megatron": ["megatron_backend"]}
+    return {
+        "plugins": plugins.get(backend["name"], []),
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(job.model_folder(folder)), "init": "random"},
+        "data": {"train": "unused.jsonl", "max_length": job.longest},
+        "steps": job.steps + WARMUP,
+        "optimizer": {"learning_rate": LEARNING_RATE},
+        "schedule": {"name": "constant"},
+        "backend": backend,
+    }
+
+
+def spurline(job: Job, folder: Path, settings: dict[str, Any]) -> Trainer:
+    """Return the backend with these settings, without Spurline's loop. `loop_overhead.py` measures the loop."""
+    from spurline.config.loading import load_config
     from spurline.data.collators.reference import PackedCollator
     from spurline.data.configs import PackedCollatorConfig
     from spurline.data.token_store import TokenStoreBuilder
@@ -140,25 +190,12 @@ def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
     from spurline_models.losses.configs import CrossEntropyConfig
     from spurline_models.losses.cross_entropy import CrossEntropy
 
-    backend_settings: dict[str, Any] = {"name": "local", "device": job.device, "precision": "bf16", "kernels": "none"}
-    backend_settings |= {"max_tokens_per_microbatch": job.microbatch, **settings}
-    if job.adapters:
-        backend_settings["lora"] = {"rank": RANK, "base_dtype": "bf16"}
-    loaded = load_config(
-        {
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(job.model_folder(folder)), "init": "random"},
-            "data": {"train": "unused.jsonl", "max_length": job.longest},
-            "steps": job.steps + WARMUP,
-            "optimizer": {"learning_rate": LEARNING_RATE},
-            "schedule": {"name": "constant"},
-            "backend": backend_settings,
-        }
-    )
+    loaded = load_config(run_settings(job, folder, settings))
     config, registry = loaded.config, loaded.host.registry
-    backend: Any = registry.create(
-        "backend", config.backend, run=config, registry=registry, total_updates=job.steps + WARMUP
-    )
+    with weights_drawn_on(job.device):
+        backend: Any = registry.create(
+            "backend", config.backend, run=config, registry=registry, total_updates=job.steps + WARMUP
+        )
     builder = TokenStoreBuilder(["random"])
     for row, sequence in enumerate(job.sequences()):
         builder.add(sequence, [0] + [1] * (len(sequence) - 1), source=0, row=row)
@@ -167,7 +204,38 @@ def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
     collator = PackedCollator(PackedCollatorConfig(max_tokens=job.longest), 0, ParallelLayout())
     batch, normalizer = token_mean(collator.collate(samples, training=True))
     objective = Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
-    return lambda: float(backend.update(batch, objective)["loss"])
+    planned = config.backend.estimate_memory(config, batch.tokens["input_ids"].shape[1], job.tokens)
+
+    facts = {name: str(value) for name, value in backend.facts().items()}
+    return Trainer(
+        lambda: float(backend.update(batch, objective)["loss"]),
+        backend.close,
+        {"planned_bytes": planned.peak, "facts": facts},
+    )
+
+
+@contextmanager
+def weights_drawn_on(device: str) -> Iterator[None]:
+    """Draw random weights on the GPU, and return them on the host: a host needs minutes for those of a large model."""
+    from transformers import AutoModelForCausalLM
+
+    if device == "cpu":
+        yield
+        return
+    usual = AutoModelForCausalLM.from_config
+
+    def from_config(*arguments: Any, **settings: Any) -> Any:
+        # On the device `meta` there are no weights to draw.
+        if torch.get_default_device().type != "cpu":
+            return usual(*arguments, **settings)
+        with torch.device(device):
+            model = usual(*arguments, **settings)
+        model = model.to("cpu")
+        torch.cuda.empty_cache()
+        return model
+
+    with mock.patch.object(AutoModelForCausalLM, "from_config", from_config):
+        yield
 
 
 def built_model(job: Job, folder: Path) -> Any:
@@ -187,13 +255,31 @@ def built_model(job: Job, folder: Path) -> Any:
     return model.train()
 
 
-def loop_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
-    """A loop as it is usually written."""
+def usual_optimizer(job: Job, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    on_gpu = job.device == "cuda"
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=on_gpu, foreach=not on_gpu)
+
+
+def by_strong_loop(job: Job, folder: Path, settings: dict[str, Any]) -> Trainer:
+    """Return the loop of an expert. The only setting is `compile`."""
+    # Layers are replaced before the model is built.
+    strong_loop.use_fused_layers()
+    model = built_model(job, folder)
+    strong_loop.use_varlen_attention(model.get_base_model() if job.adapters else model)
+    if settings.get("compile"):
+        layers: Any = (model.get_base_model() if job.adapters else model).model.layers
+        for layer in layers:
+            layer.compile()
+    optimizer = usual_optimizer(job, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    return Trainer(strong_loop.make_step(model, job.sequences(), job.microbatch, job.device, optimizer))
+
+
+def by_loop(job: Job, folder: Path, settings: dict[str, Any]) -> Trainer:
+    """Return a loop as it is usually written."""
     assert not settings
     model = built_model(job, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    on_gpu = job.device == "cuda"
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=on_gpu, foreach=not on_gpu)
+    optimizer = usual_optimizer(job, trained)
     sequences = sorted(job.sequences(), key=len)
     total = sum(len(sequence) - 1 for sequence in sequences)
     groups: list[list[list[int]]] = [[]]
@@ -217,7 +303,7 @@ def loop_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
         optimizer.zero_grad()
         return summed.item()
 
-    return step
+    return Trainer(step)
 
 
 def padded(sequences: Sequence[Sequence[int]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,29 +375,68 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def measure(job: Job, make: Callable[[Job, Path, dict[str, Any]], Step], settings: dict[str, Any]) -> dict[str, Any]:
+def measure(job: Job, make: Callable[[Job, Path, dict[str, Any]], Trainer], settings: dict[str, Any]) -> dict[str, Any]:
     """Return the median seconds of the steps after the warm-up, and their memory peak."""
+    use = DeviceUse(job.device)
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        step = make(job, Path(folder), settings)
-        losses = [step() for _ in range(WARMUP)]
+        trainer = make(job, Path(folder), settings)
+        losses = [trainer.step() for _ in range(WARMUP)]
         synchronize(job.device)
         warm = time.perf_counter() - began
         forget_peak(job.device)
         seconds: list[float] = []
-        for _ in range(job.steps):
-            begin = time.perf_counter()
-            losses.append(step())
-            synchronize(job.device)
-            seconds.append(time.perf_counter() - begin)
-    tokens = sum(map(len, job.sequences()))
+        with use:
+            for _ in range(job.steps):
+                begin = time.perf_counter()
+                losses.append(trainer.step())
+                synchronize(job.device)
+                seconds.append(time.perf_counter() - begin)
+        # Ranks are other processes, whose allocations torch does not know here.
+        peak = peak_bytes(job.device) if settings.get("name", "local") == "local" else None
+        trainer.close()
     return {
         "seconds": float(np.median(seconds)),
-        "tokens": tokens,
-        "peak_bytes": peak_bytes(job.device),
+        "tokens": sum(map(len, job.sequences())),
+        "peak_bytes": peak,
+        "device_bytes": use.peak,
         "loss": losses[0],
+        "last_loss": losses[-1],
         "start_s": warm,
+        **trainer.about,
     }
+
+
+class DeviceUse:
+    """Watches how many bytes of the GPU are in use, by all processes, while the context is open.
+
+    `peak` is beyond what was in use when this object was made. It is None on CPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.peak: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if device == "cuda":
+            # The CUDA context of this process comes first, and does not count.
+            torch.zeros(1, device="cuda")
+            self._before, self.peak = torch.cuda.mem_get_info()[0], 0
+
+    def __enter__(self) -> DeviceUse:
+        if self.peak is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        # torch keeps freed memory for later, so reading it now and then finds the peak.
+        while not self._stop.wait(0.1):
+            assert self.peak is not None
+            self.peak = max(self.peak, self._before - torch.cuda.mem_get_info()[0])
 
 
 def synchronize(device: str) -> None:
@@ -330,37 +455,105 @@ def peak_bytes(device: str) -> int | None:
 
 
 def candidates(job: Job) -> dict[str, dict[str, Any]]:
-    """Return the settings of the backend for each candidate. `loop` and `trl` have none."""
-    found: dict[str, dict[str, Any]] = {"loop": {}, "spurline": {}}
-    fused: dict[str, Any] = {}
-    if job.device == "cuda" and find_spec("liger_kernel") is not None:
-        fused = {"kernels": "liger"}
-        found["spurline + liger"] = fused
-    if job.device == "cuda":
+    """Return the settings of each candidate, in the order in which they are measured."""
+    on_gpu = job.device == "cuda"
+    has = {name: find_spec(name) is not None for name in ("liger_kernel", "torchao", "trl", "spurline_fsdp_backend")}
+    ours: dict[str, dict[str, Any]] = {"spurline": {}}
+    if job.train == "qlora":
+        return ours
+    fused: dict[str, Any] = {"kernels": "liger"} if on_gpu and has["liger_kernel"] else {}
+    found: dict[str, dict[str, Any]] = {**ours, "strong loop": {}}
+    if not job.adapters:
+        found["spurline + bf16 weights"] = {**fused, "weights": "bf16_masters"}
+    if fused:
+        found |= {"spurline + liger": fused, "spurline + plain": {"kernels": "none"}}
+    found["loop"] = {}
+    if on_gpu:
         found["spurline + compile"] = {**fused, "compile": True}
-        if find_spec("torchao") is not None and not job.adapters and torch.cuda.get_device_capability() >= (9, 0):
-            found["spurline + compile + fp8"] = {**fused, "compile": True, "fp8": True}
-    if find_spec("trl") is not None:
+        if not job.adapters:
+            found["spurline + bf16 weights + compile"] = {**fused, "weights": "bf16_masters", "compile": True}
+        found["strong loop + compile"] = {"compile": True}
+    ranks = {"ranks": 1, "num_threads": None if on_gpu else 1}
+    if has["spurline_fsdp_backend"]:
+        found["fsdp"] = {"name": "fsdp", **ranks, **fused}
+        if on_gpu:
+            found["fsdp + compile"] = {"name": "fsdp", **ranks, **fused, "compile": True}
+    if has_megatron() and not job.adapters:
+        found["megatron"] = {"name": "megatron", **ranks}
+    if on_gpu and has["torchao"] and not job.adapters and capability() >= (9, 0):
+        found["spurline + compile + fp8"] = {**fused, "compile": True, "fp8": True}
+    if has["trl"]:
         found["trl"] = {}
     return found
 
 
-def run_child(job: Job, name: str) -> dict[str, Any]:
+def capability() -> tuple[int, ...]:
+    """Return the compute capability of the first GPU, or (). Makes no CUDA context in this process."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        return tuple(map(int, done.stdout.split()[0].split(".")))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return ()
+
+
+def has_megatron() -> bool:
+    """Return whether the backend `megatron` and Megatron-core are installed."""
+    return all(find_spec(name) is not None for name in ("spurline_megatron_backend", "megatron"))
+
+
+def run_child(job: Job, name: str, peak: float | None) -> dict[str, Any]:
     """Measure a candidate in its own process. If it fails, for example out of memory, return the error."""
-    command = [sys.executable, __file__, "--child", name, "--model", job.model, "--device", job.device]
-    command += ["--steps", str(job.steps), "--tokens", str(job.tokens), "--microbatch", str(job.microbatch)]
+    command = [sys.executable, __file__, *child_arguments(job, name)]
+    command += [] if peak is None else ["--peak-tflops", str(peak / 1e12)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def child(job: Job, name: str) -> dict[str, Any]:
+def child_arguments(job: Job, name: str) -> list[str]:
+    """Return the arguments with which this script measures one candidate, and prints its figures as a line of JSON."""
+    given = ["--child", name, "--model", job.model, "--train", job.train, "--device", job.device]
+    return [*given, "--steps", str(job.steps), "--tokens", str(job.tokens), "--microbatch", str(job.microbatch)]
+
+
+def child(job: Job, name: str, peak: float | None) -> dict[str, Any]:
     """Measure this candidate here."""
     if name == "trl":
         with tempfile.TemporaryDirectory() as folder:
-            return measure_trl(job, Path(folder))
-    return measure(job, loop_step if name == "loop" else spurline_step, candidates(job)[name])
+            figure = measure_trl(job, Path(folder))
+    else:
+        by_hand = {"loop": by_loop, "strong loop": by_strong_loop, "strong loop + compile": by_strong_loop}
+        figure = measure(job, by_hand.get(name, spurline), candidates(job)[name])
+    figure["tokens_per_s"] = figure["tokens"] / figure["seconds"]
+    # trl packs its own rows, with the same number of tokens and nearly the same lengths.
+    done = flops(job) * figure["tokens"] / sum(map(len, job.sequences()))
+    figure["mfu"] = done / figure["seconds"] / peak if peak else None
+    return figure
+
+
+def peak_flops(device: str, given: float | None = None) -> float | None:
+    """Return the dense bf16 peak of the device in FLOPs per second: the given one, or what is known of the GPU."""
+    if given is not None or device != "cuda":
+        return given
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def job_of(
+    model: str,
+    device: str,
+    steps: int,
+    train: str | None = None,
+    tokens: int | None = None,
+    microbatch: int | None = None,
+) -> Job:
+    """Return the job with what is not given by default."""
+    tiny = model == "tiny"
+    tokens, microbatch = tokens or (1024 if tiny else 16_384), microbatch or (512 if tiny else 8192)
+    train = train or ("lora" if model in WITH_ADAPTERS else "all")
+    return Job(model, device, steps, tokens, microbatch, min(microbatch, 4096), train)
 
 
 def gates_of(figures: dict[str, dict[str, Any]]) -> list[Gate]:
@@ -369,7 +562,7 @@ def gates_of(figures: dict[str, dict[str, Any]]) -> list[Gate]:
     if not ours:
         return []
     best, gates = max(ours, key=lambda figure: figure["tokens_per_s"]), list[Gate]()
-    for other in ("loop", "trl"):
+    for other in ("loop", "strong loop", "strong loop + compile", "trl"):
         theirs = figures.get(other, {"error": "not measured"})
         if "error" not in theirs:
             speed = best["tokens_per_s"] / theirs["tokens_per_s"]
@@ -385,6 +578,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", choices=SHAPES, default="0.6b")
+    parser.add_argument("--train", choices=("all", "lora", "qlora"))
     parser.add_argument("--tiny", action="store_const", const="tiny", dest="model", help="the same as --model tiny")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=10)
@@ -394,33 +588,23 @@ def main() -> int:
     parser.add_argument("--peak-tflops", type=float)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    tiny = given.model == "tiny"
-    tokens, microbatch = given.tokens or (1024 if tiny else 16_384), given.microbatch or (512 if tiny else 8192)
-    job = Job(given.model, given.device, given.steps, tokens, microbatch, min(microbatch, 4096))
-    if given.child:
-        print(json.dumps(child(job, given.child)))
-        return 0
+    job = job_of(given.model, given.device, given.steps, given.train, given.tokens, given.microbatch)
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU. To try the script out: --tiny --device cpu")
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-    known = next((peak for part, peak in PEAKS.items() if part in name), None)
-    peak = given.peak_tflops * 1e12 if given.peak_tflops else known
+    peak = peak_flops(given.device, given.peak_tflops and given.peak_tflops * 1e12)
+    if given.child:
+        print(json.dumps(child(job, given.child, peak)))
+        return 0
     figures: dict[str, dict[str, Any]] = {}
-    needed, real = flops(job), sum(map(len, job.sequences()))
     for candidate in given.only or candidates(job):
-        figure = run_child(job, candidate)
-        if "error" not in figure:
-            figure["tokens_per_s"] = figure["tokens"] / figure["seconds"]
-            # trl packs its own rows, with the same number of tokens and nearly the same lengths.
-            done = needed * figure["tokens"] / real
-            figure["mfu"] = done / figure["seconds"] / peak if peak else None
-        figures[candidate] = figure
+        figures[candidate] = figure = run_child(job, candidate, peak)
         if not given.json:
             print(line(candidate, figure), flush=True)
-    gates = [] if tiny else gates_of(figures)
+    gates = [] if job.model == "tiny" else gates_of(figures)
     if given.json:
-        about = {"model": job.model, "device": name, "torch": torch.__version__}
-        about |= {"flops_per_step": needed, "steps": job.steps}
+        name = torch.cuda.get_device_name() if job.device == "cuda" else "CPU"
+        about = {"model": job.model, "train": job.train, "device": name, "torch": torch.__version__}
+        about |= {"flops_per_step": flops(job), "steps": job.steps}
         print(json.dumps({**about, "figures": figures, "gates": gates_as_json(gates)}, indent=2))
     else:
         print_gates(gates)
@@ -433,7 +617,7 @@ def line(name: str, figure: dict[str, Any]) -> str:
     if "error" in figure:
         return f"{name:26} failed: {figure['error']}"
     mfu = "" if figure["mfu"] is None else f", {figure['mfu']:.1%} of the peak"
-    memory = "" if figure["peak_bytes"] is None else f", {figure['peak_bytes'] / 2**30:.1f} GiB"
+    memory = "" if not figure["peak_bytes"] else f", {figure['peak_bytes'] / 2**30:.1f} GiB"
     return f"{name:26} {figure['tokens_per_s']:10,.0f} tokens/s{mfu}{memory}, loss {figure['loss']:.3f}"
 
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -90,11 +90,12 @@ def write_large_model(folder: Path, gib: float) -> Path:
 class Held:
     """The part of a backend that a publish needs, with weights in the memory of this process."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, device: str) -> None:
         from safetensors.torch import load_file
 
         # Adding a number copies the weights. Pages of the mapped file would be read from disk while the clock runs.
-        self.weights = {name: tensor + 1e-3 for name, tensor in load_file(model / "model.safetensors").items()}
+        loaded = load_file(model / "model.safetensors", device=device)
+        self.weights = {name: tensor + 1e-3 for name, tensor in loaded.items()}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights.items()
@@ -136,13 +137,13 @@ def own_bytes(pid: int) -> int:
 
 
 @contextmanager
-def trainer(model: Path, ranks: int) -> Iterator[tuple[Any, list[int], RunConfig]]:
+def trainer(model: Path, ranks: int, device: str) -> Iterator[tuple[Any, list[int], RunConfig]]:
     """Yield the backend, the ids of the sending processes, and the config of the run."""
     plugins = ("async_rl", "fsdp_backend") if ranks else ("async_rl",)
     section = {"name": "fsdp", "ranks": ranks} if ranks else {"name": "local"}
     loaded = backend_run(model, section | {"device": "cpu", "num_threads": 1, "probe": False}, plugins)
     if not ranks:
-        yield Held(model), [psutil.Process().pid], loaded.config
+        yield Held(model, device), [psutil.Process().pid], loaded.config
         return
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with opened(loaded) as (backend, _):
@@ -162,18 +163,22 @@ def sync_by(name: str, run: RunConfig, bucket_mb: int) -> WeightSync:
     return registry.create("weight_sync", config(name=name, bucket_mb=bucket_mb), run=run)
 
 
-async def measure(model: Path, ranks: int, names: Sequence[str], bucket_mb: int, repeats: int) -> dict[str, Any]:
-    """Return the figures of each transport and of the plain copy."""
+async def measure(
+    model: Path, ranks: int, names: Sequence[str], bucket_mb: int, repeats: int, device: Literal["cpu", "cuda"] = "cpu"
+) -> dict[str, Any]:
+    """Return the figures of each transport and of the plain copy. `device` is that of the engine and of `Held`."""
     with ExitStack() as stack:
-        backend, senders, run = stack.enter_context(trainer(model, ranks))
+        backend, senders, run = stack.enter_context(trainer(model, ranks, device))
         run = run.model_copy(update={"run_dir": model.parent / "run"})
-        engine = ChildProcessEngine(ChildProcessEngineConfig(device="cpu"), run, load_tokenizer(run.model))
+        engine = ChildProcessEngine(ChildProcessEngineConfig(device=device), run, load_tokenizer(run.model))
         try:
             await engine.start()
             # The engine's model may be a mapped file, whose pages become the process's own when they are written.
             await publish_once(engine, backend, "disk", run, bucket_mb)
             memory = {name: await measure_memory(engine, backend, senders, name, run, bucket_mb) for name in names}
-            seconds, sent = await measure_seconds(engine, backend, names, run, bucket_mb, copier(model), repeats)
+            seconds, sent = await measure_seconds(
+                engine, backend, names, run, bucket_mb, copier(model, device), repeats
+            )
         finally:
             await engine.close()
     gib = next(iter(sent.values())) / 2**30
@@ -245,14 +250,16 @@ async def measure_seconds(
     return seconds, sent
 
 
-def copier(model: Path) -> Callable[[], object]:
+def copier(model: Path, device: str) -> Callable[[], object]:
     """Return a function that copies the model's weights from memory to memory."""
-    source = Held(model).weights
+    source = Held(model, device).weights
     target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
 
     def copy() -> None:
         for name, tensor in source.items():
             target[name].copy_(tensor)
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return copy
 

@@ -29,6 +29,12 @@ def length(answer: Answer) -> float:
     return float(len(answer.response))
 
 
+def early_letters(answer: Answer) -> float:
+    """Share of an answer's letters that are in the first half of the alphabet, which any model can learn."""
+    letters = [letter for letter in answer.response.lower() if letter.isalpha()]
+    return sum(letter < "n" for letter in letters) / max(1, len(letters))
+
+
 async def length_later(answer: Answer) -> float:
     await asyncio.sleep(0)
     return float(len(answer.response))

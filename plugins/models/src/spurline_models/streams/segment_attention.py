@@ -116,8 +116,7 @@ def attend_segments(
             scores = replace(scores, sinks=exchange.own_heads(scores.sinks))
         query, key, value = exchange.to_heads(query, key, value)
     scores = scores.for_lengths_up_to(plan.max_length)
-    widths = {part.shape[-1] for part in (query, key, value)}
-    if query.is_cuda and not padding_reason(query.device, query.dtype, widths, scores.sinks is not None, dropout):
+    if _varlen_kernel_fits(query, key, value, scores, dropout):
         output = _varlen(query, key, value, plan, scores)
     else:
         # Use `split`, since the backward pass of each slice would allocate zeros for the whole stream.
@@ -158,6 +157,11 @@ def _refuse_what_would_be_ignored(
             "If the model's config has a field for it, turn it off under model.config_overrides. Otherwise choose "
             "another model."
         )
+
+
+def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> bool:
+    widths = {part.shape[-1] for part in (query, key, value)}
+    return query.is_cuda and not padding_reason(query.device, query.dtype, widths, scores.sinks is not None, dropout)
 
 
 def padding_reason(
