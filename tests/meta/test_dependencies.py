@@ -20,7 +20,7 @@ NAMES = {
     "ruamel": "ruamel.yaml",
 }
 """Modules that are called otherwise than the distribution that has them."""
-PARTS = {"pydantic_core": "pydantic", "llvmlite": "numba", "msgspec": "vllm"}
+PARTS = {"pydantic_core": "pydantic", "llvmlite": "numba", "msgspec": "vllm", "triton": "torch"}
 """Modules of libraries that cannot be installed without them: the one fixes the other's version."""
 OF_USERS = {"IPython", "pandas"}
 """Used where a user has them; what needs them says so."""

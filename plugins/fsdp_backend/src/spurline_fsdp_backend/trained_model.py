@@ -54,7 +54,7 @@ class ShardedTrainedModel:
     def totals(self, loss: float) -> StepTotals:
         """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
         # This sums in float64 without a copy of the gradients in float64.
-        norms = torch.stack(torch._foreach_norm(self._gradients(), dtype=torch.float64))
+        norms = torch.stack(torch._foreach_norm(self._gradients(), dtype=torch.float64))  # pyright: ignore
         copies = [_copies(value) for value in self.parameters.values() if value.grad is not None]
         squares = (norms.square() / norms.new_tensor(copies)).sum()
         return StepTotals.of(squares.to(self.model.causal.device), loss)
@@ -64,7 +64,7 @@ class ShardedTrainedModel:
         factor = clip_factor(grad_norm, self.optimization.max_grad_norm)
         if factor is not None:
             # torch's own clipping cannot scale parameters of several meshes together.
-            torch._foreach_mul_(self._gradients(), factor)
+            torch._foreach_mul_(self._gradients(), factor)  # pyright: ignore
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
         return rates

@@ -143,7 +143,7 @@ class TrainedModel:
         """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
         counted = [shard.gradient for shard in self.shards if shard.held.counts_on(self._tensor_rank)]
         # This sums in float64 without a copy of the gradients in float64.
-        norms = torch._foreach_norm(counted, dtype=torch.float64) if counted else []
+        norms = torch._foreach_norm(counted, dtype=torch.float64) if counted else []  # pyright: ignore
         device = self.model.parameters()[0][1].device
         own = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         return StepTotals.of(own, loss)

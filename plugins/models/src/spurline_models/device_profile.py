@@ -109,7 +109,7 @@ class DeviceProfile:
         # Pages of its own, since CUDA does not pin a page twice.
         memory = mmap.mmap(-1, count * dtype.itemsize)
         tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
-        cudart = torch.cuda.cudart()
+        cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
         weakref.finalize(memory, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False
         return tensor

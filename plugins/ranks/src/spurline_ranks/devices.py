@@ -7,7 +7,7 @@ import socket
 
 from spurline.errors import ConfigError
 from spurline.protocols.ranks import RankRequest
-from spurline_models.machine import visible_gpus
+from spurline_models.machine import visible_gpus as visible_gpus
 
 LOOPBACK = "127.0.0.1"
 _INTERFACE = "lo"

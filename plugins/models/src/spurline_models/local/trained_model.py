@@ -87,7 +87,9 @@ class TrainedModel:
         for gradient in self._gradients().values():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         # A norm in half precision would have only three correct digits.
-        norms = [norm for part in by_dtype.values() for norm in torch._foreach_norm(part, 2, self._weight_dtype)]
+        norms: list[Tensor] = []
+        for gradients in by_dtype.values():
+            norms += torch._foreach_norm(gradients, 2, self._weight_dtype)  # pyright: ignore
         return torch.nn.utils.get_total_norm(norms).to(self.model.causal.device)
 
     def step(self, norm: Tensor, grad_norm: float) -> dict[str, float]:

@@ -203,7 +203,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
 
 
 @cache
-def _for_grouped_heads(kernel: Callable[..., Any]) -> dict[str, bool]:
+def _for_grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
     # In torch 2.11 the kernel takes fewer heads of keys than of queries without being told.
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 

@@ -129,7 +129,7 @@ class StreamModel:
             facts["draws"] = ", ".join(drawn)
         weights = next(self.causal.parameters())
         if weights.is_cuda and self.reading == "stream":
-            widths = {getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")} - {None}
+            widths: set[Any] = {getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")} - {None}
             own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             has_sinks = any(name.endswith(".sinks") for name, _ in self.causal.named_parameters())
             reason = padding_reason(
