@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ class Cuda:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        assert any(int(start, 16) <= address < int(end, 16) for start, end in mapped)
         del self.pinned[address]
         return 0
 

@@ -86,7 +86,12 @@ class Section(BaseModel):
         return {}
 
     def settled(self, run: Any, recorded: Mapping[str, Any]) -> Self:
-        """Return this section with its `choices` and those of sections in it, with `recorded` values where present."""
+        """Return this section with its `choices` and those of sections in it, with `recorded` values where present.
+
+        Values that were recorded of another component are not taken.
+        """
+        if recorded.get("name") != getattr(self, "name", None):
+            recorded = {}
         values = {name: recorded.get(name, value) for name, value in self.choices(run).items()}
         for name in type(self).model_fields:
             part = getattr(self, name)

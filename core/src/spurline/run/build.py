@@ -151,7 +151,7 @@ def build_components(
     if "parameters" in facts:
         progress(f"{quantity(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
     if "kernels" in facts:
-        progress(f"Liger's fused kernels compute {facts['kernels']}")
+        progress(f"fused kernels compute {facts['kernels']}")
     if "pads" in facts:
         progress(f"attention is computed on padded rows, which takes longer, since {facts['pads']}")
     if "reads" in facts:

@@ -54,7 +54,10 @@ class ShardedTrainedModel:
     def totals(self, loss: float) -> StepTotals:
         """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
         # This sums in float64 without a copy of the gradients in float64.
-        norms = torch.stack(torch._foreach_norm(self._gradients(), dtype=torch.float64))  # pyright: ignore
+        gradients = self._gradients()
+        if not gradients:
+            return StepTotals.of(torch.zeros((), dtype=torch.float64, device=self.model.causal.device), loss)
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))  # pyright: ignore
         copies = [_copies(value) for value in self.parameters.values() if value.grad is not None]
         squares = (norms.square() / norms.new_tensor(copies)).sum()
         return StepTotals.of(squares.to(self.model.causal.device), loss)

@@ -106,12 +106,12 @@ class DeviceProfile:
         if self.device.type == "cpu" or 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
         count = math.prod(shape)
-        # Pages of its own, since CUDA does not pin a page twice.
-        memory = mmap.mmap(-1, count * dtype.itemsize)
-        tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
+        # Pages of its own, since CUDA does not pin a page twice. The array lets go of them after its finalizer has run.
+        pages = np.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=np.uint8)
+        tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(tuple(shape))
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        weakref.finalize(memory, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False
+        weakref.finalize(pages, _unpin, cudart, tensor.data_ptr()).atexit = False
         return tensor
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
@@ -138,17 +138,28 @@ class DeviceProfile:
             torch.cuda.empty_cache()
 
 
+def _unpin(cudart: Any, address: int) -> None:
+    torch.cuda.check_error(cudart.cudaHostUnregister(address))
+
+
 def device_profile(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     precision: Literal["fp32", "bf16", "fp64"] = "fp32",
     *,
     setting: str = "backend.device",
 ) -> DeviceProfile:
-    """Return the profile. Raises ConfigError, which names `setting`, if `device` is `cuda` and there is no GPU."""
+    """Return the profile.
+
+    Raises:
+        ConfigError: If `device` is `cuda` and there is no GPU, which names `setting`, or if the GPU cannot use bf16.
+    """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError.at(setting, "needs a GPU, but torch sees none. Check `nvidia-smi`, or set device: cpu.")
     name = "cuda" if available and device != "cpu" else "cpu"
+    if name == "cuda" and precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+        problem = "is bf16, which GPUs older than Ampere compute slowly or not at all. Set precision: fp32."
+        raise ConfigError.at(setting.replace("device", "precision"), problem)
     return DeviceProfile(
         device=torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name),
         weight_dtype=torch.float64 if precision == "fp64" else torch.float32,

@@ -20,7 +20,7 @@ from torch import Tensor
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.digests import FileDigest
-from spurline.errors import NonFiniteLossError, RunFailedError
+from spurline.errors import ConfigError, NonFiniteLossError, RunFailedError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
@@ -59,6 +59,8 @@ class LocalBackend:
         check_libraries(config.lora, config.fp8)
         # torch may see a GPU that this machine does not list, as on WSL.
         self._profile = device_profile("cuda" if config.on == "cuda" else config.device, config.computes_in)
+        for problem in config.problems_on("cuda" if self._profile.device.type == "cuda" else "cpu"):
+            raise ConfigError.at(f"backend.{problem.key}", problem.message)
         self._placement = WeightPlacement(config, run, self._profile)
         causal, masters = self._placement.load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)

@@ -53,15 +53,22 @@ class LocalBackendConfig(TransformersBackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
         # A config with `auto` may be meant for another machine, so check it as if there was a GPU.
-        yield from self.computing_problems("cpu" if self.device == "cpu" else "cuda", self.computes_in)
-        if self.narrow_weights and self.computes_in != "bf16":
-            yield Problem(
-                "weights", f"is {self.weights}, which needs precision: bf16. Set precision: bf16, or weights: fp32."
-            )
+        yield from self.problems_on("cpu" if self.device == "cpu" else "cuda")
         if self.narrow_weights and self.fp8:
             yield Problem("weights", f"is {self.weights}, which is not supported with fp8. Turn one of them off.")
         if self.narrow_weights and self.lora is not None:
             yield Problem("weights", f"is {self.weights}, which is not for adapters. Set lora.base_dtype instead.")
+
+    def problems_on(self, device: Literal["cpu", "cuda"]) -> Iterable[Problem]:
+        """Yield the problems of these settings on this device."""
+        precision = self.precision
+        if precision == "auto":
+            precision = "bf16" if device == "cuda" else "fp32"
+        yield from self.computing_problems(device, precision)
+        if self.narrow_weights and precision != "bf16":
+            yield Problem(
+                "weights", f"is {self.weights}, which needs precision: bf16. Set precision: bf16, or weights: fp32."
+            )
 
     @property
     def narrow_weights(self) -> bool:

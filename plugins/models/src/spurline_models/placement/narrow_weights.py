@@ -134,6 +134,23 @@ class _NarrowEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input).to(self.wide_dtype)
-        # Widen the whole table, so that the gradients of all positions of a token are summed in the wide dtype. Looking
-        # each token up once instead would wait for the device.
-        return F.embedding(input, self.weight.to(self.wide_dtype), self.padding_idx)
+        rows: Any = _WideRows.apply(
+            input, self.weight, self.wide_dtype, -1 if self.padding_idx is None else self.padding_idx
+        )
+        return rows
+
+
+class _WideRows(torch.autograd.Function):
+    """A lookup in a narrow table, whose backward pass sums the gradients of a token's positions in the wide dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, wide: torch.dtype, padding: int) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.table, ctx.padding = (table.shape[0], table.dtype), padding
+        return F.embedding(tokens, table).to(wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        (tokens,), (size, dtype) = ctx.saved_tensors, ctx.table
+        summed = torch.ops.aten.embedding_dense_backward(grads[0], tokens, size, ctx.padding, False)
+        return None, summed.to(dtype), None, None

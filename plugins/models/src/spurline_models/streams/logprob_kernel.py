@@ -66,7 +66,10 @@ def _read(logits, targets, results, count, size, temperature: tl.constexpr, entr
             moments = tl.where(shares > 0, shares * (scores - largest), 0.0)
             moment = factor * (moment + total * (before - largest)) + tl.sum(moments)
         total = total * factor + tl.sum(shares)
-    chosen = tl.load(logits + tl.load(targets + row)).to(tl.float32) / temperature
+    target = tl.load(targets + row)
+    # A target that is no token gets NaN, which ends the step.
+    is_token = (target >= 0) & (target < size)
+    chosen = tl.load(logits + target, is_token, float("nan")).to(tl.float32) / temperature
     tl.store(results, chosen - largest - tl.log(total))
     if entropy:
         tl.store(results + count, tl.log(total) - moment / total)
