@@ -16,7 +16,7 @@ from 4b on. Each candidate runs in its own process, so that its memory peak cont
 - fsdp and megatron: these backends with one rank, if they are installed.
 - loop: a usual loop with transformers: sequences sorted by length, padding within micro-batches of the same number of
   tokens, scaled-dot-product attention, whole logits, and fused AdamW. The loss is the mean over all tokens.
-- strong loop: the loop of an expert (`gpu_phases/strong_loop.py`): packed, varlen attention, Liger's kernels and fused
+- strong loop: the loop of an expert (`gpu_phases/strong_loop.py`): packed, varlen attention, Liger's kernels and
   cross-entropy if they are installed. Also `+ compile`, of its layers.
 - trl: `SFTTrainer` with packing and no padding, if trl is installed.
 
