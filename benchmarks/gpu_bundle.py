@@ -71,8 +71,8 @@ README = """\
 
 `run.sh` makes a virtual environment beside itself that sees the packages of `python3` (set PYTHON for another one: it
 must be Python {python} with PyTorch and transformers), and unpacks the wheels into it, for which it needs no pip. Its
-arguments are those of `benchmarks/gpu_all.py`: --help explains them. A second call with --skip-done goes on where the first one ended.
-Bring back results/results.jsonl, table.md, gpu-results.md, log.txt and the pictures.
+arguments are those of `benchmarks/gpu_all.py`: --help explains them. A second call with --skip-done goes on where the
+first one ended. Bring back results/results.jsonl, table.md, gpu-results.md, log.txt and the pictures.
 
 Commit {commit}. Left out, because that machine was said to have them: {left_out}.
 """
