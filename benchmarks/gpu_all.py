@@ -5,11 +5,11 @@
 
 The work is a list of phases, the most important first. Each phase runs in its own process with its own time limit, and
 its result is on the disk before the next phase begins. So nothing is lost if a phase hangs or crashes, if the command
-is killed, or if the seconds of `--budget` are over: phases that no longer fit are skipped, and said to be. So is one
-whose library is missing. `--skip-done` goes on where the last command with this DIR ended, and leaves out what was ok.
-`--only` runs phases by name, or by pattern: `--only 'sft-0.6b-*'`. `--list` prints the names.
+is killed, or if the seconds of `--budget` are over: what runs by then is `cut`, which is no failure, and phases that no
+longer fit are skipped, and said to be. So is one whose library is missing. `--skip-done` goes on where the last command
+with this DIR ended, and leaves out what was ok. `--only` runs phases by name, or by pattern: `--only 'sft-0.6b-*'`.
 
-Phases, in their order:
+Kinds of phases (`--list` prints their names in their order, in which those that say most of each kind come first):
 
 - device: versions, GPU, driver, memory, which fast paths are on, and ceilings of the device (copies, bf16 products).
 - smoke-*: SFT, DPO, RL in process, and RL with vLLM by `spurline train` on a tiny model; loss or reward must improve.
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import re
 import signal
@@ -42,35 +41,35 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 from gpu_phases.runner import Phase, Record, run_phases
 from gpu_phases.table import write_tables
 
+BEGAN = time.monotonic()
+"""When the budget begins: what is imported later, such as torch, counts too."""
 BENCHMARKS = Path(__file__).resolve().parent
 TESTS = BENCHMARKS.parent / "tests" / "gpu"
-EARLY = ("tests-runs", "tests-local-backend-*", "tests-memory", "tests-fsdp-1", "tests-collation", "tests-collective")
+EARLY = ("tests-runs", "tests-local-backend-*", "tests-fsdp-1", "tests-collation")
 """Parts of the tests that come before the measurements. The others come after the most important of these."""
+EARLY_S = 60
+"""Seconds that each phase before the first measurements may take."""
 PARTS = {"test_fsdp_gpu": 3, "test_megatron_gpu": 3, "test_local_backend_gpu": 2}
 """Files of tests that run in several parts."""
 ALONE = "device_is_free or sleeping_engine or memory_of_a_gpu"
 """Tests that read the memory of the whole GPU, and must have it for themselves."""
 
-URGENT = (
-    "sft-tiny-*",
-    "sft-0.6b-all-spurline",
-    "sft-0.6b-all-strong-loop",
-    "sft-0.6b-all-spurline-bf16-weights",
-    "sft-0.6b-all-spurline-bf16-weights-compile",
-    "sft-8b-lora-spurline",
-    "sft-8b-lora-strong-loop",
-    "sft-4b-all-spurline-bf16-weights",
-    "sft-4b-all-strong-loop",
-    "sft-0.6b-all-fsdp",
-    "sft-0.6b-all-megatron",
+ORDER = (
+    "device",
+    *("smoke-sft", "smoke-rl", "smoke-dpo", *EARLY),
+    *("sft-tiny-*", "sft-0.6b-all-spurline", "sft-0.6b-all-strong-loop", "sft-0.6b-all-loop"),
+    *("profile-spurline", "weights-*", "generation-in-process", "tests-memory", "tests-alone"),
+    *("sft-8b-lora-spurline", "sft-8b-lora-strong-loop", "sft-4b-all-spurline-bf16-weights", "sft-4b-all-strong-loop"),
+    *("sft-0.6b-all-spurline-bf16-weights", "sft-0.6b-all-spurline-bf16-weights-compile"),
+    *("sft-0.6b-all-fsdp", "sft-0.6b-all-megatron", "generation-vllm", "smoke-vllm", "tests-*", "profile-*"),
+    *("sft-*-spurline", "sft-*-strong-loop", "sft-*-spurline-bf16-weights"),
 )
-"""Measurements of training that come before all others, in this order."""
-LATER = ("spurline", "strong loop", "spurline + bf16 weights")
-"""Candidates that are measured for every model before any other candidate is."""
+"""Patterns of the names of phases, the most important first. What none fits comes after them."""
+LAST = ("sft-[48]b-*-fsdp*", "sft-[48]b-*-megatron")
+"""Phases after all others: large models in processes of their own, which take long to start."""
 
 
 def own(module: str, *arguments: object) -> tuple[str, ...]:
@@ -81,21 +80,23 @@ def own(module: str, *arguments: object) -> tuple[str, ...]:
 def all_phases(device: str, tiny: bool, out: Path) -> list[Phase]:
     """Return every phase, the most important first."""
     where = ["--device", device, *(["--tiny"] if tiny else [])]
-    training, tested = list(supervised(device, tiny)), list(tests())
-    early = [phase for phase in tested if any(fnmatchcase(phase.name, pattern) for pattern in EARLY)]
-    urgent = [phase for pattern in URGENT for phase in training if fnmatchcase(phase.name, pattern)]
-    later = [phase for phase in training if phase not in urgent]
-    return [
+    phases = [
         Phase("device", own("device", *where), 120, about={"kind": "device"}),
         *smoke_runs(where, out),
-        *early,
-        *urgent,
+        *tests(),
+        *supervised(device, tiny),
         *profiles(where, tiny, out),
         *weights(where),
         *generation(where),
-        *(phase for phase in tested if phase not in early),
-        *sorted(later, key=lambda phase: phase.about["candidate"] not in LATER),
     ]
+    return sorted(phases, key=place)
+
+
+def place(phase: Phase) -> int:
+    """Return where a phase comes among all: the smaller, the earlier."""
+    if any(fnmatchcase(phase.name, pattern) for pattern in LAST):
+        return len(ORDER) + 1
+    return next((number for number, pattern in enumerate(ORDER) if fnmatchcase(phase.name, pattern)), len(ORDER))
 
 
 def missing(*modules: str) -> str:
@@ -108,7 +109,7 @@ def smoke_runs(where: Sequence[str], out: Path) -> Iterator[Phase]:
     needs = {"dpo": ["spurline_preference"], "rl": ["spurline_rl"], "vllm": ["spurline_async_rl", "vllm"]}
     for name in ("sft", "rl", "dpo", "vllm"):
         command = own("smoke", name, *where, "--folder", out / "work" / f"smoke-{name}")
-        limit = 300 if name == "vllm" else 120
+        limit = 300 if name == "vllm" else EARLY_S
         lacks = missing(*needs.get(name, []))
         yield Phase(f"smoke-{name}", command, limit, 30, shares=True, missing=lacks, about={"kind": "smoke"})
 
@@ -123,7 +124,8 @@ def tests() -> Iterator[Phase]:
             command = own("pytest_part", path, "--part", f"{part}/{parts}", "-k", f"not ({ALONE})")
             about = {"kind": "tests"}
             called = f"tests-{name}" + (f"-{part}" if parts > 1 else "")
-            yield Phase(called, command, 120, 30, shares=True, missing=lacks, about=about)
+            limit = EARLY_S if any(fnmatchcase(called, pattern) for pattern in EARLY) else 120
+            yield Phase(called, command, limit, 30, shares=True, missing=lacks, about=about)
     command = own("pytest_part", TESTS, "-k", ALONE)
     yield Phase("tests-alone", command, 90, 20, missing=missing(*needed), about={"kind": "tests"})
 
@@ -170,12 +172,6 @@ def generation(where: Sequence[str]) -> Iterator[Phase]:
     yield Phase("generation-vllm", own("rollouts", "vllm", *where), 240, 60, missing=lacks, about=about)
 
 
-def extra_phases(path: Path) -> list[Phase]:
-    """Read phases from a JSON file: a list of objects with `name`, `command` and `limit_s`."""
-    given = json.loads(path.read_text(encoding="utf-8"))
-    return [Phase(**{"about": {"kind": "extra"}, **one, "command": tuple(one["command"])}) for one in given]
-
-
 def chosen(phases: Sequence[Phase], patterns: Sequence[str] | None, done: set[str]) -> list[Phase]:
     """Return the phases that these patterns name, without those that are done. Exits if a pattern names none."""
     for pattern in patterns or ():
@@ -208,12 +204,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny models and few steps")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of all time limits, on a busy machine")
     parser.add_argument("--jobs", type=int, default=min(8, max(1, (os.cpu_count() or 2) // 2)), help="at one time")
-    parser.add_argument("--extra-phases", type=Path, help="JSON file of more phases, which come first")
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    phases = extra_phases(given.extra_phases) if given.extra_phases else []
-    phases += all_phases(given.device, given.tiny, out)
+    phases = all_phases(given.device, given.tiny, out)
     record = Record(out, write_tables)
     before = record.results()
     done = {name for name, result in before.items() if result["status"] == "ok"} if given.skip_done else set[str]()
@@ -226,8 +220,7 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, end)
     bad = 0
-    # Imports count too: whoever gave the budget began to count when this process started.
-    budget_s = given.budget - (time.time() - psutil.Process().create_time())
+    budget_s = given.budget - (time.monotonic() - BEGAN)
     try:
         for number, result in enumerate(run_phases(phases, record, budget_s, given.jobs), 1):
             bad += result.status in ("failed", "timeout")

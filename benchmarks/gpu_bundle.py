@@ -31,8 +31,9 @@ from pathlib import Path
 from gpu_phases.device import ROOT, commit
 
 NEEDED = """
-annotated-types pluggy pydantic pydantic_core typing-inspection ruamel.yaml typer rich markdown-it-py mdurl Pygments
-xxhash psutil plotly narwhals aiohttp aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl
+annotated-types pluggy pydantic pydantic_core typing-inspection ruamel.yaml typer annotated-doc shellingham rich
+markdown-it-py mdurl Pygments xxhash psutil plotly narwhals aiohttp aiohappyeyeballs aiosignal attrs frozenlist
+multidict propcache yarl
 datasets dill multiprocess pyarrow pandas python-dateutil
 """
 """What Spurline's packages need, and PyTorch and transformers do not."""
@@ -69,29 +70,45 @@ README = """\
 2. Run:    sh {folder}/run.sh --out results --budget 540
 
 `run.sh` makes a virtual environment beside itself that sees the packages of `python3` (set PYTHON for another one: it
-must be Python {python} with PyTorch and transformers), and installs the wheels into it. Its arguments are those of
-`benchmarks/gpu_all.py`: --help explains them. A second call with --skip-done goes on where the first one ended.
-Bring back results/results.jsonl, table.md, gpu-results.md, log.txt and the pictures.
+must be Python {python} with PyTorch and transformers), and unpacks the wheels into it, for which it needs no pip. Its
+arguments are those of `benchmarks/gpu_all.py`: --help explains them. A second call with --skip-done goes on where the
+first one ended. Bring back results/results.jsonl, table.md, gpu-results.md, log.txt and the pictures.
 
 Commit {commit}. Left out, because that machine was said to have them: {left_out}.
 """
 RUN = """\
 #!/bin/sh
-# Install what lies in wheels/ into a virtual environment, and run benchmarks/gpu_all.py with these arguments.
+# Unpack what lies in wheels/ into a virtual environment, and run benchmarks/gpu_all.py with these arguments.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 unset PYTHONPATH
 if [ ! -e "$here/venv/complete" ]; then
   # The option --system-site-packages would not see the packages of a python3 that is in a virtual environment itself.
   "${PYTHON:-python3}" -m venv --without-pip --clear "$here/venv"
-  "${PYTHON:-python3}" - "$here/venv" <<'PYTHON_CODE'
-import pathlib, site, sys
+  "${PYTHON:-python3}" - "$here" <<'PYTHON_CODE'
+import pathlib, sys, zipfile
+here = pathlib.Path(sys.argv[1])
 seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-(place,) = pathlib.Path(sys.argv[1]).glob("lib/python*/site-packages")
+(place,) = here.glob("venv/lib/python*/site-packages")
 (place / "machine.pth").write_text("".join(f"import site; site.addsitedir({path!r})\\n" for path in seen))
+for wheel in sorted(here.glob("wheels/*.whl")):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+# Wheels may keep some of their modules in a folder for pip to move.
+for module in place.glob("*.data/*lib/*"):
+    module.rename(place / module.name)
 PYTHON_CODE
-  "${PYTHON:-python3}" -m pip --python "$here/venv/bin/python" install --quiet --no-index --no-deps --no-compile \\
-    --ignore-installed "$here"/wheels/*.whl
+  "$here/venv/bin/python" - <<'PYTHON_CODE'
+import importlib
+for name in ("peft", "datasets", "spurline"):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name} cannot be imported: {error}", flush=True)
+        # Without the others some phases fail, and say so.
+        if name == "spurline":
+            raise
+PYTHON_CODE
   touch "$here/venv/complete"
 fi
 exec "$here/venv/bin/python" "$here/benchmarks/gpu_all.py" "$@"

@@ -10,13 +10,13 @@ first of each sequence. They compute in bf16 with the same optimizer. `--train a
 adapters of rank 16 over a bf16 base, and `qlora` over a base of 4 bits. The default is `all` up to 1.7b, and `lora`
 from 4b on. Each candidate runs in its own process, so that its memory peak contains nothing else. Candidates:
 
-- spurline: the backend `local` as a user gets it with `precision: bf16`. `+ plain` is without fused kernels, `+ liger`
-  asks for them, `+ bf16 weights` holds weights in bf16 with fp32 copies in the optimizer, `+ compile` and `+ fp8` are
-  the settings of these names. What a library or the GPU does not support is left out.
+- spurline: the backend `local` as a user gets it with `precision: bf16`. `+ plain` is without fused kernels,
+  `+ bf16 weights` holds weights in bf16 with fp32 copies in the optimizer, `+ compile` and `+ fp8` are the settings of
+  these names. What a library or the GPU does not support is left out.
 - fsdp and megatron: these backends with one rank, if they are installed.
 - loop: a usual loop with transformers: sequences sorted by length, padding within micro-batches of the same number of
   tokens, scaled-dot-product attention, whole logits, and fused AdamW. The loss is the mean over all tokens.
-- strong loop: the loop of an expert (`gpu_phases/strong_loop.py`): packed, varlen attention, Liger's kernels and fused
+- strong loop: the loop of an expert (`gpu_phases/strong_loop.py`): packed, varlen attention, Liger's kernels and
   cross-entropy if they are installed. Also `+ compile`, of its layers.
 - trl: `SFTTrainer` with packing and no padding, if trl is installed.
 
@@ -348,10 +348,12 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "report_to": "none",
+        "logging_steps": 1,
         "save_strategy": "no",
         "dataloader_num_workers": 0,
     }
     marks: list[float] = []
+    counts: list[int] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -364,14 +366,24 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
     trainer: Any = SFTTrainer(
         model=model, args=SFTConfig(**settings), train_dataset=dataset, processing_class=tokenizer, callbacks=[Clock()]
     )
-    result = trainer.train()
-    seconds = np.diff(marks)[WARMUP - 1 :]
-    # All packed rows except the last are full.
+    usual = trainer.training_step
+
+    def training_step(model: Any, inputs: dict[str, Any], *others: Any, **named: Any) -> Any:
+        # Rows are not all full. Without padding every token is real.
+        counts.append(inputs["input_ids"].numel())
+        return usual(model, inputs, *others, **named)
+
+    trainer.training_step = training_step
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
-        "seconds": float(np.median(seconds)),
-        "tokens": job.microbatch * accumulated,
+        # Steps have different numbers of tokens, so it is their mean that belongs to the mean of the seconds.
+        "seconds": float(np.mean(np.diff(marks)[WARMUP - 1 :])),
+        "tokens": sum(counts[WARMUP * accumulated :]) / job.steps,
         "peak_bytes": peak_bytes(job.device),
-        "loss": result.training_loss,
+        "loss": losses[0],
+        "last_loss": losses[-1],
+        "attention": model.config._attn_implementation,
     }
 
 
@@ -466,7 +478,7 @@ def candidates(job: Job) -> dict[str, dict[str, Any]]:
     if not job.adapters:
         found["spurline + bf16 weights"] = {**fused, "weights": "bf16_masters"}
     if fused:
-        found |= {"spurline + liger": fused, "spurline + plain": {"kernels": "none"}}
+        found["spurline + plain"] = {"kernels": "none"}
     found["loop"] = {}
     if on_gpu:
         found["spurline + compile"] = {**fused, "compile": True}
@@ -527,7 +539,7 @@ def child(job: Job, name: str, peak: float | None) -> dict[str, Any]:
         by_hand = {"loop": by_loop, "strong loop": by_strong_loop, "strong loop + compile": by_strong_loop}
         figure = measure(job, by_hand.get(name, spurline), candidates(job)[name])
     figure["tokens_per_s"] = figure["tokens"] / figure["seconds"]
-    # trl packs its own rows, with the same number of tokens and nearly the same lengths.
+    # trl packs its own rows: a step has about as many tokens, and nearly the same lengths.
     done = flops(job) * figure["tokens"] / sum(map(len, job.sequences()))
     figure["mfu"] = done / figure["seconds"] / peak if peak else None
     return figure

@@ -167,7 +167,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     outcome = yield
     # Tests of the contract kit are other people's too, who have no such marker.
     own = not getattr(item, "function", item).__module__.startswith("spurline.testing")
-    if STARTED and own and item.get_closest_marker("processes") is None and item.get_closest_marker("slow") is None:
+    # On a GPU, Triton starts compilers.
+    may_start = any(item.get_closest_marker(name) for name in ("processes", "slow", "gpu"))
+    if STARTED and own and not may_start:
         pytest.fail(f"The test has no marker `processes`, but started {STARTED[0]}")
     return outcome
 

@@ -47,9 +47,10 @@ def commit() -> str:
     """Return the commit of this checkout, or the one that a bundle was made from."""
     with suppress(OSError):
         return (ROOT / "commit.txt").read_text(encoding="ascii").strip()
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    with suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
 
 
 def installed() -> dict[str, Any]:

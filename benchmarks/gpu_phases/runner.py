@@ -22,7 +22,8 @@ from typing import IO, Any, Literal
 
 import psutil
 
-Status = Literal["ok", "failed", "timeout", "skipped"]
+Status = Literal["ok", "failed", "timeout", "cut", "skipped"]
+"""`cut` is a phase that the end of the budget stopped before its own limit."""
 
 POLL_S = 0.05
 LAST_LINES = 25
@@ -59,7 +60,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a phase. `error` has the last lines of its output, or says why the phase was skipped."""
+    """The end of a phase. `error` says why it is not ok, with the last lines of its output if it ran."""
 
     phase: str
     status: Status
@@ -72,8 +73,10 @@ class Result:
 class Running:
     """A phase that has begun. Its processes are one session, and its output goes to files."""
 
-    def __init__(self, phase: Phase, folder: Path, limit_s: float) -> None:
-        self.phase, self._limit_s = phase, limit_s
+    def __init__(self, phase: Phase, folder: Path, left_s: float) -> None:
+        self.phase, self._left_s = phase, left_s
+        self._killed: list[psutil.Process] = []
+        self._gone_by: float | None = None
         self._paths = folder / f"{phase.name}.out", folder / f"{phase.name}.err"
         self._began = time.monotonic()
         with open(self._paths[0], "wb") as out, open(self._paths[1], "wb") as err:
@@ -89,8 +92,10 @@ class Running:
     def result(self) -> Result | None:
         """Return the result if the phase has ended or reached its limit, which stops it. Otherwise return None."""
         code, seconds = self._process.poll(), time.monotonic() - self._began
-        if code is None and seconds < self._limit_s:
+        if code is None and seconds < min(self.phase.limit_s, self._left_s):
             return None
+        if code is None and seconds < self.phase.limit_s:
+            return self.stop("cut", f"stopped after {seconds:.0f} s: the budget was over")
         if code is None:
             return self.stop("timeout", f"stopped after {seconds:.0f} s, its limit")
         return self.stop("ok" if code == 0 else "failed", "" if code == 0 else f"exit code {code}")
@@ -98,31 +103,39 @@ class Running:
     def stop(self, status: Status, why: str) -> Result:
         """Kill what is left of the phase, and return its result."""
         seconds = time.monotonic() - self._began
-        kill_session(self._process)
+        self.kill()
+        if not self._is_gone():
+            why, status = f"{why or 'it ended'}, and its processes could not be killed", "failed"
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in self._paths)
         said = (line for line in (err or out).splitlines() if line.strip() and not line.startswith("{"))
         last = list(said)[-LAST_LINES:]
         error = "" if status == "ok" else "\n".join([why, *last])
         return Result(self.phase.name, status, round(seconds, 1), last_object(out), error, self.phase.about)
 
+    def kill(self) -> None:
+        """Kill the process and all its descendants, also those with sessions of their own, without waiting."""
+        self._gone_by = self._gone_by or time.monotonic() + GONE_WITHIN_S
+        with suppress(psutil.NoSuchProcess):
+            self._killed += psutil.Process(self._process.pid).children(recursive=True)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for descendant in self._killed:
+            with suppress(psutil.NoSuchProcess):
+                descendant.kill()
+
+    def _is_gone(self) -> bool:
+        """Wait until all killed processes are gone. Return False if one is not: a driver may hold it for ever."""
+        assert self._gone_by is not None
+        try:
+            self._process.wait(max(0.0, self._gone_by - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return not psutil.wait_procs(self._killed, max(0.0, self._gone_by - time.monotonic()))[1]
+
     def output(self) -> str:
         """Return the end of what the phase printed."""
         texts = [path.read_bytes()[-LOG_BYTES:].decode(errors="replace") for path in self._paths]
         return "".join(f"--- {name} ---\n{text}\n" for name, text in zip(("stdout", "stderr"), texts, strict=True))
-
-
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all its descendants, also those with sessions of their own, and wait until they are gone."""
-    descendants: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        descendants = psutil.Process(process.pid).children(recursive=True)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for descendant in descendants:
-        with suppress(psutil.NoSuchProcess):
-            descendant.kill()
-    process.wait()
-    psutil.wait_procs(descendants, GONE_WITHIN_S)
 
 
 def last_object(text: str) -> dict[str, Any]:
@@ -194,7 +207,7 @@ def run_phases(phases: Iterable[Phase], record: Record, budget_s: float, jobs: i
                     record.add(skipped)
                     yield skipped
                 else:
-                    running.append(Running(phase, work, min(phase.limit_s, deadline - time.monotonic())))
+                    running.append(Running(phase, work, deadline - time.monotonic()))
                 continue
             time.sleep(POLL_S)
             for one in list(running):
@@ -204,6 +217,9 @@ def run_phases(phases: Iterable[Phase], record: Record, budget_s: float, jobs: i
                     record.add(result, one.output())
                     yield result
     finally:
+        # All of them at first: waiting for one would let the others go on.
+        for one in running:
+            one.kill()
         for one in running:
             record.add(one.stop("failed", "the whole run was stopped"), one.output())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -105,6 +106,8 @@ def quiet(steps: int) -> list[str]:
 
 def run(name: str, device: str, tiny: bool, folder: Path) -> dict[str, Any]:
     """Run the smoke run of this name in a folder, and return its figures."""
+    # A finished run that is found again would train nothing, and its old figures would count.
+    shutil.rmtree(folder, ignore_errors=True)
     make = [sys.executable, str(EXAMPLES / "make_tiny_model.py"), str(folder / "tiny-qwen3")]
     subprocess.run(make, check=True, stdout=sys.stderr)
     figures: dict[str, Any] = {"metric": SMOKES[name].metric, "device": device}

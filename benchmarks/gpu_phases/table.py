@@ -96,7 +96,7 @@ def training(results: Results) -> str:
     rows: list[tuple[object, ...]] = []
     for result in measured:
         about, figures = result["about"], result["figures"]
-        first = (about["model"], about["train"], about["candidate"])
+        first = (about["model"], about["train"], candidate(result))
         if "tokens_per_s" not in figures:
             rows.append((*first, result["status"], *[None] * 7))
             continue
@@ -124,6 +124,12 @@ def training(results: Results) -> str:
 
 def key(result: Mapping[str, Any]) -> tuple[str, str]:
     return result["about"]["model"], result["about"]["train"]
+
+
+def candidate(result: Mapping[str, Any]) -> str:
+    """Return the candidate's name, with its attention if that is no kernel for packed sequences."""
+    name, attention = result["about"]["candidate"], result["figures"].get("attention")
+    return name if attention is None or "flash" in attention else f"{name} ({attention})"
 
 
 def gib(size: float | None) -> float | None:
@@ -191,6 +197,6 @@ def documentation(results: Results) -> str:
             continue
         peak = figures.get("peak_bytes") or figures.get("device_bytes")
         row = (result["at"][:10], about.get("commit"), about.get("device"), software, f"Qwen3-{facts['model'].upper()}")
-        row = (*row, f"{facts['candidate']}, {facts['train']}", figures["tokens_per_s"], gib(peak), facts["command"])
+        row = (*row, f"{candidate(result)}, {facts['train']}", figures["tokens_per_s"], gib(peak), facts["command"])
         lines.append("| " + " | ".join(map(cell, row)) + " |")
     return "\n".join(lines) + "\n" if lines else "No supervised steps were measured.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -24,15 +25,18 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 print('{"child": %d}' % child.pid, flush=True)
 time.sleep(600)
 """
+SLEEPS = """
+import os, time
+print('{"pid": %d}' % os.getpid(), flush=True)
+time.sleep(600)
+"""
 
 
-def phase(name: str, code: str, limit_s: float, **more: Any) -> dict[str, Any]:
-    return {"name": name, "command": ["-c", code], "limit_s": limit_s, "least_s": 1, **more}
-
-
-def gpu_all(out: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "gpu_all.py"), "--out", str(out), "--device", "cpu", "--tiny"]
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=500)
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that runs phases."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gpu_phases.runner")
 
 
 def results(out: Path) -> dict[str, dict[str, Any]]:
@@ -40,26 +44,32 @@ def results(out: Path) -> dict[str, dict[str, Any]]:
     return {result["phase"]: result for result in map(json.loads, lines)}
 
 
-@pytest.mark.timeout(600)
-def test_phases_that_hang_crash_or_come_too_late_are_said_and_lose_nothing(tmp_path: Path) -> None:
-    extra = [
+def run_phases(runner: Any, out: Path, budget_s: float, phases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run phases of Python code, one at a time, and return their results as they are on the disk."""
+    table = importlib.import_module("gpu_phases.table")
+    made = [runner.Phase(**{"least_s": 1, "about": {"kind": "extra"}, **phase}) for phase in phases]
+    for _ in runner.run_phases(made, runner.Record(out, table.write_tables), budget_s, 2):
+        pass
+    return results(out)
+
+
+def phase(name: str, code: str, limit_s: float, **more: Any) -> dict[str, Any]:
+    return {"name": name, "command": ("-c", code), "limit_s": limit_s, **more}
+
+
+def test_phases_that_hang_crash_or_come_too_late_are_said_and_lose_nothing(runner: Any, tmp_path: Path) -> None:
+    phases = [
         phase("fits", "print('{\"speed\": 12.5}')", 60),
         phase("crashes", "print('{\"seen\": 7}'); raise RuntimeError('out of luck')", 60),
         phase("hangs", SPAWNS, 4),
         phase("dies", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 60, shares=True),
         phase("late", "print('{}')", 60, least_s=100_000),
         phase("lacks", "print('{}')", 60, missing="not installed: vllm"),
+        phase("last", "import time; time.sleep(600)", 500),
     ]
-    (tmp_path / "extra.json").write_text(json.dumps(extra), encoding="utf-8")
-    names = [one["name"] for one in extra]
-    chosen = ["sft-tiny-all-strong-loop"]
-    arguments = ["--budget", 450, "--patience", 4, "--extra-phases", tmp_path / "extra.json", "--only", *names, *chosen]
-    out = tmp_path / "out"
     began = time.monotonic()
-    done = gpu_all(out, *arguments)
-    assert time.monotonic() - began < 460
-    assert done.returncode == 1, done.stderr
-    found = results(out)
+    found = run_phases(runner, tmp_path, 25, phases)
+    assert time.monotonic() - began < 40
     assert {name: result["status"] for name, result in found.items()} == {
         "fits": "ok",
         "crashes": "failed",
@@ -67,26 +77,50 @@ def test_phases_that_hang_crash_or_come_too_late_are_said_and_lose_nothing(tmp_p
         "dies": "failed",
         "late": "skipped",
         "lacks": "skipped",
-        **dict.fromkeys(chosen, "ok"),
-    }, (out / "log.txt").read_text(encoding="utf-8")
+        "last": "cut",
+    }
     assert found["fits"]["figures"] == {"speed": 12.5}
     assert found["crashes"]["figures"] == {"seen": 7}
     assert "RuntimeError: out of luck" in found["crashes"]["error"]
-    assert found["hangs"]["seconds"] < 60
     assert not psutil.pid_exists(found["hangs"]["figures"]["child"]), "a process of a phase outlived its limit"
-    assert found["sft-tiny-all-strong-loop"]["figures"]["tokens_per_s"] > 0
-    table = (out / "table.md").read_text(encoding="utf-8")
+    assert "the budget was over" in found["last"]["error"]
+    table = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "| crashes | failed | " in table
     assert "exit code 1: RuntimeError: out of luck" in table
     assert "no time: " in table
     assert "not installed: vllm" in table
-    assert "| tiny | all | strong loop | " in table
-    assert "Qwen3-TINY" in (out / "gpu-results.md").read_text(encoding="utf-8")
+
+
+def test_a_process_that_cannot_be_killed_holds_up_nothing(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a driver."""
+    monkeypatch.setattr(runner, "GONE_WITHIN_S", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.os, "killpg", lambda *_: None)
+        found = run_phases(runner, tmp_path, 60, [phase("stuck", SLEEPS, 4), phase("next", "print('{\"a\": 1}')", 30)])
+    psutil.Process(found["stuck"]["figures"]["pid"]).kill()
+    assert found["stuck"]["status"] == "failed"
+    assert "could not be killed" in found["stuck"]["error"]
+    assert found["next"]["status"] == "ok"
+
+
+@pytest.mark.timeout(600)
+def test_the_command_measures_on_a_cpu_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_all.py"), "--out", str(tmp_path), "--device", "cpu", "--tiny"]
+    command += ["--patience", "4", "--budget", "450", "--only"]
+    chosen = ["device", "sft-tiny-all-strong-loop", "weights-disk"]
+    done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False, timeout=500)
+    found = results(tmp_path)
+    said = done.stdout + (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert {name: result["status"] for name, result in found.items()} == dict.fromkeys(chosen, "ok"), said
+    assert done.returncode == 0
+    assert found["sft-tiny-all-strong-loop"]["figures"]["tokens_per_s"] > 0
+    assert "Qwen3-TINY" in (tmp_path / "gpu-results.md").read_text(encoding="utf-8")
     # What was ok is not done again, and the table keeps it.
-    again = gpu_all(out, *arguments, "--skip-done")
-    assert "strong-loop" not in again.stdout
-    assert "1/5 crashes failed" in again.stdout
-    assert "| tiny | all | strong loop | " in (out / "table.md").read_text(encoding="utf-8")
+    again = subprocess.run([*command, *chosen, "--skip-done"], capture_output=True, text=True, check=True, timeout=100)
+    assert "ok" not in again.stdout
+    assert "| tiny | all | strong loop | " in (tmp_path / "table.md").read_text(encoding="utf-8")
 
 
 def test_every_smoke_run_and_every_training_candidate_is_a_valid_config(

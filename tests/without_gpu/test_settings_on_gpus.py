@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,13 @@ def test_engine_and_trainer_fit_a_gpu_together(see: See, tmp_path: Path, monkeyp
         assert shares["two beside"] == shares["beside"] / 2
         assert shares["by turns"] == pytest.approx(0.9 - 1 / gib, abs=0.01)
         assert [shares["alone by turns"], shares["alone"], shares["as written"]] == [0.9, 0.9, 0.42]
+    # Engines get a share that vLLM can start with, however many they are, unless the weights do not fit into it.
+    for gib, part in ((8, None), (4, r"leaves an engine 0\.4 GiB .* 0\.5 GiB of weights\. Set placement: colocated")):
+        monkeypatch.setattr(LocalBackendConfig, "device_bytes", lambda self, gib=gib: gib * GIB)
+        run, config = engine_on(see, 1, None, {"engines": 4})
+        run = run.model_copy(update={"model": run.model.model_copy(update={"path": str(folder)})})
+        with nullcontext() if part is None else pytest.raises(ConfigError, match=part):
+            assert config.gpu_share(run) == 0.1
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AnyHttpUrl, Field, ValidationError
 
 from spurline.config.section import OnResume
-from spurline.errors import Problem
+from spurline.errors import ConfigError, Problem
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress
 from spurline_models.machine import num_gpus
@@ -286,6 +286,7 @@ class VllmEngineConfig(PoolConfig):
 
         An engine that takes turns with the trainer gets what the trainer's weights leave. An engine beside the trainer
         gets half of what weights, gradients and optimizer leave. The other half is for the trainer's activations.
+        Raises ConfigError if the model does not fit into such a half.
         """
         backend: Any = run.backend
         shares = self.is_colocated or (not self.is_elsewhere and shares_trainers_gpus(run))
@@ -297,14 +298,25 @@ class VllmEngineConfig(PoolConfig):
             return ALONE
         taken, parts = (sum(estimate.lent.values()), 1) if self.is_colocated else (estimate.peak, 2)
         parts *= _on_a_device(run, self.engines * self.tensor_parallel_size)
-        return max(_LEAST, ALONE - taken / size) / parts
+        share = max(_LEAST, (ALONE - taken / size) / parts)
+        if not self.is_colocated and share * size < (weights := self._weights(run)):
+            raise ConfigError.at(
+                "source.engine.placement",
+                f"is local, but the trainer leaves an engine {share * size / 2**30:.1f} GiB of the GPU, and the model "
+                f"has {weights / 2**30:.1f} GiB of weights. Set placement: colocated, or train adapters: backend.lora.",
+            )
+        return share
+
+    def _weights(self, run: RunConfig) -> int:
+        """Return the bytes of the model's weights on one GPU of an engine."""
+        value_bytes = 4 if self.dtype == "float32" else 2
+        return value_bytes * _estimate("count_parameters")(run.model) // self.tensor_parallel_size
 
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
         number = _on_a_device(run, self.engines * self.tensor_parallel_size)
-        value_bytes = 4 if self.dtype == "float32" else 2
-        weights = value_bytes * _estimate("count_parameters")(run.model) // self.tensor_parallel_size
+        weights = self._weights(run)
         if self.kv_cache_gb is not None:
             return {"weights": number * weights, "cache": number * round(self.kv_cache_gb * 2**30)}
         # gpu_memory_utilization also includes the memory for activations, so the cache gets at most this size.
