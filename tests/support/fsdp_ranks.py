@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from spurline_fsdp_backend import sharded_model
 from spurline_fsdp_backend.rank import FsdpRank
@@ -43,19 +42,15 @@ class MixingRank(FsdpRank):
     def __init__(self, place: Place, plain_run: Mapping[str, Any]) -> None:
         super().__init__(place, plain_run, total_updates=8)
 
-    def check(self, mixes: bool) -> None:
-        """Run the start-up checks of the model, unchanged or with a layer that adds each token's neighbour."""
+    def check(self, mixes: float, precision: Literal["fp32", "bf16"]) -> None:
+        """Run the start-up checks of the model, with a layer that adds this share of each token's neighbour."""
         model = self._policy.model
         [layer, *_] = decoder_layers(model.causal)
-        handle = layer.register_forward_hook(_add_neighbour) if mixes else None
+        handle = layer.register_forward_hook(lambda module, arguments, output: output + mixes * output.roll(1, dims=1))
+        config, profile = self._config.model_copy(update={"precision": precision}), device_profile("cpu", precision)
         try:
             # `check_exactness` would refuse the model first: some neighbours are of other sequences.
             with mock.patch.object(sharded_model, "check_exactness"):
-                sharded_model.check_sharded(model, self._config, device_profile("cpu"), "mixing")
+                sharded_model.check_sharded(model, config, profile, "mixing")
         finally:
-            if handle is not None:
-                handle.remove()
-
-
-def _add_neighbour(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-    return output + output.roll(1, dims=1)
+            handle.remove()

@@ -69,6 +69,7 @@ def mixing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 
 def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(mixing: RankGroup) -> None:
-    mixing.call("check", False)
+    mixing.call("check", 0.0, "fp32")
+    mixing.call("check", 0.0, "bf16")
     with pytest.raises(ModelError, match=r"other log-probabilities when ranks share a sequence: .*context: 1"):
-        mixing.call("check", True)
+        mixing.call("check", 0.3, "bf16")

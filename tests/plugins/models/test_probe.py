@@ -151,16 +151,20 @@ def test_the_probe_leaves_no_trace(tmp_path: Path) -> None:
         assert torch.equal(one, other), name
 
 
+def in_bf16(kind: str, num_layers: int, deviation: float) -> StreamModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 512, "num_hidden_layers": num_layers, "head_dim": 16, "num_local_experts": 4}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, initializer_range=deviation, **sizes)
+    return StreamModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize(("kind", "deviation"), [("llama", 0.3), ("mixtral", 0.1)])
 def test_deep_models_in_half_precision_pass_packed_unless_segments_see_each_other(
     kind: str, deviation: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 layers, each of which enlarges the differences of rounding."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": 512, "num_hidden_layers": 64, "head_dim": 16, "num_local_experts": 4}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, initializer_range=deviation, **sizes)
-    model = StreamModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    model = in_bf16(kind, 64, deviation)
     profile = device_profile("cpu")
     probe.check_exactness(model, profile, "deep", in_half_precision=True)
     assert model.reading == "stream"
@@ -168,3 +172,18 @@ def test_deep_models_in_half_precision_pass_packed_unless_segments_see_each_othe
     monkeypatch.setattr(probe, "plan_segments", lambda lengths, *rest: plan(lengths.sum(keepdims=True), *rest))
     with pytest.raises(ModelError, match="than for each sequence alone"):
         probe.check_exactness(model, profile, "deep", in_half_precision=True)
+
+
+def test_a_model_in_half_precision_whose_mlps_see_the_previous_token_reads_rows() -> None:
+    """A segment's first tokens then differ, and the mean over all tokens only a little."""
+
+    def add_previous(module: Any, arguments: Any) -> Any:
+        return arguments[0] + 0.3 * torch.nn.functional.pad(arguments[0], (0, 0, 1, 0))[:, :-1]
+
+    model = in_bf16("llama", 16, 0.05)
+    probe.choose_reading(model, device_profile("cpu"), in_half_precision=True)
+    assert model.reading == "stream"
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_pre_hook(add_previous)
+    probe.choose_reading(model, device_profile("cpu"), in_half_precision=True)
+    assert model.reading == "rows"

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from spurline.errors import ModelError
 from spurline_models.architecture import decoder_layers, vocabulary_size
 from spurline_models.device_profile import DeviceProfile
+from spurline_models.experts.routers import find_routers
 from spurline_models.probe import distance, probe_sequences, probe_stream, rounded_layers
 from spurline_models.streams.stream_model import evaluation_mode
 from spurline_models.streams.token_stream import TokenStream, plan_segments
@@ -171,10 +172,10 @@ def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precisi
         try:
             alone = model.loss_inputs(stream, ()).logprobs
             with rounded_layers(decoder_layers(model.causal)):
-                rounded = model.loss_inputs(stream, ()).logprobs
+                rounded = model.loss_inputs(stream, ()).logprobs if half_precision else None
         finally:
             model.sharing = sharing
-    difference, allowed = distance(shared, alone, alone.std(), rounded if half_precision else None)
+    difference, allowed = distance(shared, alone, alone.std(), rounded, jumps=bool(find_routers(model.causal)))
     # This form of the comparison also refuses NaN.
     if not difference <= allowed:
         raise ModelError(
