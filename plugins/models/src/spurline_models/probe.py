@@ -40,7 +40,7 @@ _SMOOTH_TOLERANCE, _HALF_PRECISION_TOLERANCE, _LARGEST_TOLERANCE = 0.03, 0.1, 1.
 """Bounds of the allowed difference in half precision, the first for models without routers. Right models of 2 layers
 reach 0.02, and 0.07 with routers. If attention sees other segments, it is 0.6 or more (1.3 from 16 layers on)."""
 _ROUNDINGS = 2.0
-"""Allowed multiple of the difference by `rounded_layers`. Right models of 16 or 64 layers reach 1.0, or 1.7 with routers.
+"""Allowed multiple of what `rounded_layers` changes. Right models of 16 or 64 layers reach 1.0, or 1.7 with routers.
 MLPs that add 0.3 of the previous token differ 2.6 to 15 times as much as allowed, or 0.5 to 10 times with routers."""
 _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the test of the output layer. A softcap hardly changes small logits."""
