@@ -218,7 +218,8 @@ def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_
         outcomes = evaluate(self, prompts, held_out)
         [engine] = {turn.engines[-1] for turn in turns_of(outcomes)}
         asked.append(len(prompts))
-        (self._producer.distrust if len(asked) == 1 else self._producer.trust)(engine, len(asked) - 2)
+        change = self._producer.distrust if len(asked) == 1 else self._producer.trust
+        self._loop.submit(change, engine, len(asked) - 2).result(60)
         return outcomes
 
     monkeypatch.setattr(AsyncRolloutSource, "_evaluate", distrust_first)

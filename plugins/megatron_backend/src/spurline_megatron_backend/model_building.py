@@ -53,7 +53,7 @@ class GroupedExperts(SequentialMLP):
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
         hidden = permuted_local_hidden_states
-        sizes = self.local_experts[0].linear_fc2.weight.shape
+        sizes = cast(Any, self.local_experts[0]).linear_fc2.weight.shape
         # The kernel for GPUs reads rows of 16 bytes.
         if not len(hidden) or any(size % 8 for size in sizes):
             return super().forward(hidden, tokens_per_expert, permuted_probs)
