@@ -152,6 +152,8 @@ def build_components(
         progress(f"{quantity(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
     if "kernels" in facts:
         progress(f"fused kernels compute {facts['kernels']}")
+    if "attention" in facts:
+        progress(f"attention is computed by {facts['attention']}")
     if "pads" in facts:
         progress(f"attention is computed on padded rows, which takes longer, since {facts['pads']}")
     if "reads" in facts:
