@@ -1,0 +1,1 @@
+"""Mixtures of datasets and orders of prompts that follow success."""

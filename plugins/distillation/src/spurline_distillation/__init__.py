@@ -1,0 +1,1 @@
+"""Learn from a teacher: on-policy distillation, divergences of whole distributions, served teachers."""

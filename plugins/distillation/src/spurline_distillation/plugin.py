@@ -1,0 +1,7 @@
+"""Register the components of `distillation`. This module imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from spurline.plugins import API_VERSION, Plugin
+
+PLUGIN = Plugin("distillation", api=API_VERSION, requires=("rl",))

@@ -1,0 +1,1 @@
+"""Evaluate on benchmarks with lm-eval during a run."""

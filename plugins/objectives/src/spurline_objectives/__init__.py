@@ -1,0 +1,1 @@
+"""Further objectives of reinforcement learning: trust regions, masks and targets."""

@@ -1,0 +1,1 @@
+"""Train reward models on pairs or scored steps, and use them as rewards."""
