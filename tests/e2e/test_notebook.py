@@ -160,12 +160,14 @@ def test_the_frame_has_a_row_for_each_step_before_during_and_after_a_run(
     base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    run = Run(load_config(base_config), on_step=lambda step, metrics: lengths.append(len(run.metrics_frame())))
+    run = Run(
+        load_config(base_config), on_step=lambda step, metrics: lengths.append(len(metrics_frame(run.directory.path)))
+    )
     Path(base_config["run_dir"]).mkdir()
-    assert len(run.metrics_frame()) == 0
+    assert len(metrics_frame(run.directory.path)) == 0
     run.train()
     assert lengths == [1, 2, 3, 4, 5, 6]
-    frame = run.metrics_frame()
+    frame = metrics_frame(run.directory.path)
     assert frame.index.name == "step"
     assert list(frame.index) == [1, 2, 3, 4, 5, 6]
     assert frame["loss"].iloc[-1] == run.state.metrics["loss"]
@@ -174,7 +176,7 @@ def test_the_frame_has_a_row_for_each_step_before_during_and_after_a_run(
     with (Path(base_config["run_dir"]) / "metrics.jsonl").open("a") as stream:
         stream.write("[2]\n")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:7"):
-        run.metrics_frame()
+        metrics_frame(run.directory.path)
     plain_import = builtins.__import__
 
     def without_pandas(name: str, *arguments: Any, **more: Any) -> Any:
@@ -184,7 +186,7 @@ def test_the_frame_has_a_row_for_each_step_before_during_and_after_a_run(
 
     monkeypatch.setattr(builtins, "__import__", without_pandas)
     with pytest.raises(UserError, match="pip install pandas"):
-        run.metrics_frame()
+        metrics_frame(run.directory.path)
 
 
 def test_outside_of_a_notebook_a_plot_collects_and_draws_only_when_asked(base_config: Config) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import pandas  # pyright: ignore[reportMissingTypeStubs]
     from transformers import PreTrainedTokenizerBase
 
     from spurline.config.run_config import RunConfig
@@ -87,8 +86,6 @@ class RunView(Protocol):
     def export(self, path: Path | str, *, replace: bool = False) -> Path: ...
 
     def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path: ...
-
-    def metrics_frame(self) -> pandas.DataFrame: ...
 
     def request_stop(self, reason: str) -> None: ...
 

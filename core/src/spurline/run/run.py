@@ -32,10 +32,8 @@ from spurline.run.directory import RunDirectory
 from spurline.run.endings.ending import RunResult, go_on
 from spurline.run.endings.stop_request import StopRequest
 from spurline.run.session import Session
-from spurline.trackers.jsonl import metrics_frame
 
 if TYPE_CHECKING:
-    import pandas
     from transformers import PreTrainedTokenizerBase
 
 
@@ -217,13 +215,6 @@ class Run:
     def _export(self, path: Path | str, *, replace: bool, adapter: bool = False) -> Path:
         export = self.config.backend.export
         return export(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace, adapter=adapter)
-
-    def metrics_frame(self) -> pandas.DataFrame:
-        """Return the record so far as a pandas DataFrame: a row for each step, a column for each metric.
-
-        The record includes the steps of earlier processes. Works after the run too. Raises UserError without pandas.
-        """
-        return metrics_frame(self.directory.path)
 
     def request_stop(self, reason: str) -> None:
         """End the run after its current step, with a checkpoint, a report and status `stopped`. It can be resumed.

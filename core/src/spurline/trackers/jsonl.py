@@ -14,15 +14,12 @@ from collections.abc import Iterator, Mapping
 from io import FileIO
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from spurline.errors import RunDirectoryError, RunFailedError, UserError
+from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.files import own_file, regular_file, replace_file, write_errors
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
-
-if TYPE_CHECKING:
-    import pandas
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file inside the run directory."""
@@ -193,20 +190,3 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError
                 yield number, raw, ValueError(f"unreadable line ({error})")
         else:
             yield number, raw, line
-
-
-def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:
-    """Return a row for each step that the run has recorded, indexed by `step`, and a column for each metric.
-
-    Missing metrics are NaN. Raises UserError if pandas is not installed or the folder does not exist.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise UserError("metrics_frame needs pandas. Install it: pip install pandas") from error
-    folder = Path(run_dir)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such run directory.")
-    lines = read_metrics(folder / METRICS_FILE)
-    frame = pandas.DataFrame.from_records(lines) if lines else pandas.DataFrame({"step": pandas.Series(dtype="int64")})
-    return frame.set_index("step")

@@ -10,14 +10,16 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spurline.errors import UserError
-from spurline.trackers.jsonl import metrics_frame as metrics_frame
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report.figure import thinned
 from spurline_insight.report.markup import text
 
-__all__ = ["LivePlot", "metrics_frame"]
+if TYPE_CHECKING:
+    import pandas
 
 _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 34
@@ -149,3 +151,20 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=0.0)
     room = 0.0 if high > low else abs(low) * 0.1 or 1.0
     return low - room, high + room
+
+
+def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:
+    """Return a row for each step that the run has recorded, indexed by `step`, and a column for each metric.
+
+    Missing metrics are NaN. Raises UserError if pandas is not installed or the folder does not exist.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError("metrics_frame needs pandas. Install it: pip install pandas") from error
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run directory.")
+    lines = read_metrics(folder / METRICS_FILE)
+    frame = pandas.DataFrame.from_records(lines) if lines else pandas.DataFrame({"step": pandas.Series(dtype="int64")})
+    return frame.set_index("step")
