@@ -249,7 +249,11 @@ def test_what_is_refused_of_rollouts(rl_config: Config, changes: Config, says: s
             {"model.config_overrides": {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}},
             "lack 11 weights that its config asks for",
         ),
-        ({"loss": "ppo"}, "The loss needs advantages, old_logprobs"),
+        (
+            {"loss": "ppo"},
+            "loss.name is ppo, which needs advantages, old_logprobs, but the batches of source 'sft' have of such "
+            "columns: (none). Sources for losses on advantages: rollouts.",
+        ),
         ({"model.init": "random", "model.config_overrides": {"vocab_size": 50}}, "and the model knows 0 to 49"),
     ],
 )

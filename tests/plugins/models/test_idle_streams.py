@@ -13,7 +13,7 @@ from backend_batches import excite, lay_out, local_backend, make_samples, write_
 from torch import Tensor, nn
 
 from spurline.data.batch import TrainingBatch
-from spurline.protocols.loss import Objective, TokenLossInputs
+from spurline.protocols.loss import MetricValues, Objective, TokenLossInputs
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.dealing import RankShare, deal
 from spurline_models.device_profile import device_profile
@@ -28,7 +28,14 @@ COLUMNS = ("advantages", "old_logprobs")
 
 
 class NeverOnIdle(Gspo):
-    """Has extremes among its metrics, and fails where it sees a token without weight."""
+    """Has extremes and metrics of a part of the tokens, and fails where it sees a token without weight."""
+
+    def metrics(self, inputs: TokenLossInputs) -> Mapping[str, MetricValues]:
+        advantages = inputs.columns["advantages"]
+        # Few tokens have a large advantage, so that some micro-batches have none of them.
+        part = (advantages, (advantages > 1.3).float() * advantages)
+        parts = {"part/mean": part, "part/min": part, "none/mean": (advantages, 0 * advantages)}
+        return {**super().metrics(inputs), **parts, "none/max": (advantages, 0 * advantages)}
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
         assert len(inputs.logprobs) > 0
@@ -75,6 +82,11 @@ def test_gradients_and_sums_of_ranks_add_up_to_those_of_one_process(backend: Loc
     wanted = backend.update(batch, objective)
     for name in ("policy/sequence_ratio", "policy/sequence_ratio/max", "policy/sequence_ratio/min"):
         assert metrics[name] == pytest.approx(wanted[name], rel=1e-5), name
+    values, weights = (batch.tokens[name][batch.tokens["loss_weights"] != 0] for name in ("advantages", "loss_weights"))
+    weights = torch.where(values > 1.3, weights * values, 0.0)
+    assert metrics["part/mean"] == pytest.approx(float((weights * values).sum() / weights.sum()), rel=1e-5)
+    assert metrics["part/min"] == wanted["part/min"] == float(values[values > 1.3].min())
+    assert not {"none/mean", "none/max"} & {*metrics, *wanted}, "no token has a weight in them"
     joined = SumsPart.join(parts)
     assert joined.loss / 7.0 == pytest.approx(wanted["loss"], rel=1e-5)
     assert joined.tokens == wanted["loss_tokens"]
@@ -111,6 +123,8 @@ def test_evaluation_and_logprobs_of_ranks_are_those_of_one_process(backend: Loca
     assert got.loss == pytest.approx(wanted.loss, rel=1e-6)
     assert (got.weight, got.tokens) == (wanted.weight, wanted.tokens)
     assert got.metrics == pytest.approx(dict(wanted.metrics), rel=1e-5)
+    assert got.metric_weights == pytest.approx(dict(wanted.metric_weights), rel=1e-5)
+    assert "part/mean" in got.metric_weights
     logprobs = [logprobs_of(model, share_streams(s, (), PROFILE), s.batch, 0.7, PROFILE) for s in dealing.shares]
     torch.testing.assert_close(dealing.gather(logprobs), backend.logprobs(batch, temperature=0.7), rtol=1e-5, atol=1e-5)
 

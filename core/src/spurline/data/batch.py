@@ -40,11 +40,13 @@ OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "token_versions": torch.int32,
     "routed_experts": torch.int16,
     "pair_ids": torch.int32,
+    "labels": torch.int32,
 }
 """Columns that RL and preference data add. For the n-th pair of a batch, counted from 1, `pair_ids` is n on the chosen
-and -n on the rejected answer. `routed_experts` is `[rows, length, layers, top_k]`: the experts that the engine chose in
-each decoder layer for the token AT this position, or -1. `correction_factors` weigh the policy's loss; the reduction
-applies them."""
+and -n on the rejected answer. `labels` is 1 on good and -1 on bad answers, and 0 on answers to other prompts,
+which only measure a divergence. `routed_experts` is `[rows, length, layers, top_k]`: the experts that the engine chose
+in each decoder layer for the token AT this position, or -1. `correction_factors` weigh the policy's loss; the
+reduction applies them."""
 
 ROUTED_EXPERTS = "routed_experts"
 """Name of the only optional column that is read at all tokens. The others are read only at tokens with loss."""

@@ -42,12 +42,14 @@ class LossSums:
         weight: Sum of weights.
         tokens: Number of loss tokens.
         metrics: Sums of weight * value for each of `Loss.metrics`, except metrics whose name ends in `/max` or `/min`.
+        metric_weights: Sums of weights of the metrics that have their own weights. Others have the sum `weight`.
     """
 
     loss: float
     weight: float
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    metric_weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Backend(Protocol):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from spurline.data.batch import TrainingBatch
+
 
 ENTROPY = "entropy"
 """Name in `Loss.needs` with which a loss asks for the entropy of the distribution at each position."""
+
+MetricValues: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""Values [N] of a metric, or a pair of values [N] and weights [N], which are not negative."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,51 @@ class Loss(Protocol):
         """Return [N] losses. The backend sums weight * loss over the step and divides by the step's normaliser."""
         ...
 
-    def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+    def metrics(self, inputs: TokenLossInputs) -> Mapping[str, MetricValues]:
         """Return [N] values by name, or an empty mapping. This is called under `torch.no_grad`.
 
-        The step reports their weighted mean, or the largest or smallest value if the name ends in `/max` or `/min`.
+        The step reports their mean, weighted by the loss weights, or the largest or smallest value if the name ends in
+        `/max` or `/min`. For a metric of some tokens only, such as those of good answers, return values and weights:
+        the loss weights are multiplied by these weights, and a step in which they sum to 0 lacks the metric.
         """
         ...
 
     def describe(self) -> str:
         """Return a sentence that describes the objective, for `spurline plan`."""
+        ...
+
+
+class LogprobsOfRows(Protocol):
+    """Computes logprobs of a mini-batch."""
+
+    def __call__(self, role: str, rows: Tensor | None = None) -> Tensor:
+        """Return the logprobs under the model `role` in these rows (bool [R]; None for all rows), float32 [R, L].
+
+        They are 0 in other rows and at positions without loss. They belong to the weights before the update, and no
+        gradient passes through them.
+        """
+        ...
+
+
+@runtime_checkable
+class PreparesBatch(Protocol):
+    """A loss that needs facts of all rows of an optimizer step together, such as a mean over all answers.
+
+    A loss function gets one micro-batch, so it cannot compute such a fact itself without depending on the cut.
+
+    prepares: names of the columns that `prepare` adds. `needs` may name them, and no source has to have them.
+    """
+
+    prepares: frozenset[str]
+
+    def prepare(self, batch: TrainingBatch, logprobs: LogprobsOfRows) -> Mapping[str, Tensor]:
+        """Return columns [R, L] to add to the batch, or to replace in it.
+
+        This is called with all rows of an optimizer step just before the update, and with each batch of an evaluation.
+        `batch` has the other columns of `needs`, and may have padding rows. A replaced `loss_weights` may be 0 in whole
+        rows. These rows then only served to compute the columns: they do not count in the reduction, and the model is
+        not trained on them.
+        """
         ...
 
 
@@ -82,8 +123,9 @@ class Objective:
     temperature: float = 1.0
 
 
-TrainsOn = Literal["tokens", "advantages", "returns", "pairs"]
-"""The data that a loss trains on: plain tokens, advantages of rollouts, returns for a critic, or pairs of answers."""
+TrainsOn = Literal["tokens", "advantages", "returns", "pairs", "labels"]
+"""The data that a loss trains on: plain tokens, advantages of rollouts, returns for a critic, pairs of answers, or
+answers with labels, good or bad."""
 
 
 class LossConfig(ComponentConfig):

@@ -55,8 +55,12 @@ class SourceFacts:
 
     without_critic: str | None
     """None if the source can use a critic. Otherwise, the part that uses none, in words: `the advantage 'grpo'`."""
-    supplies: Literal["samples", "pairs", "rollouts"] = "samples"
-    """Rows of the batches: samples of the data, pairs of answers, or generated turns with advantages."""
+    supplies: Literal["samples", "pairs", "labels", "rollouts"] = "samples"
+    """Rows of the batches: samples of the data, pairs of answers, answers with labels, or generated turns with
+    advantages."""
+    columns: Collection[str] = ()
+    """Token columns of the batches, except those of every batch (`spurline.data.batch.TOKEN_COLUMNS`) and `carried`. A
+    loss that needs another column is refused before anything loads."""
     makes_attempts: bool = False
     """True if the source can make attempts at any prompts with the present weights, for evaluations."""
     reads_streams: bool = False

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import RunConfig
 from spurline.config.section import sections_within
-from spurline.plugins.registry import resolve
+from spurline.data.batch import TOKEN_COLUMNS
+from spurline.errors import ConfigError, listing
+from spurline.plugins.registry import Registry, resolve
 from spurline.progress import Progress, silent, waiting
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.evaluation import EvaluationContext
@@ -23,7 +26,7 @@ from spurline.run.evaluations.watched import check_watched
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.readout import quantity
 from spurline.update.reduction import make_reduction
-from spurline.update.update import Recipe, Update
+from spurline.update.update import Recipe, Update, columns_from_source
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,16 @@ def build_data(
 ) -> DataComponents:
     """Build tokenizer, source, mini-batches, loss and evaluations. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
+    loss: Loss = registry.create("loss", config.loss)
+    _check_columns(config, registry, "loss", loss)
+    if config.trained_critic is not None:
+        _check_columns(config, registry, "critic.loss", registry.create("loss", config.trained_critic.loss))
     progress("loading the tokenizer")
     tokenizer = config.tokenization.load_tokenizer(config.model)
     progress("reading the data")
     context = SourceContext(config, loaded.host, tokenizer, config.backend.layout(), row_limit, progress)
     source: BatchSource = registry.create("source", config.source, context=context)
     stack.callback(source.close)
-    loss: Loss = registry.create("loss", config.loss)
     return DataComponents(
         context=context,
         source=source,
@@ -84,6 +90,22 @@ def build_data(
         loss=loss,
         evaluations=build_evaluations(EvaluationContext(context, source, loss), stack),
     )
+
+
+def _check_columns(config: RunConfig, registry: Registry, setting: str, loss: Loss) -> None:
+    """Raise ConfigError if the source's batches lack a column that the loss needs."""
+    has, kind = {*config.source.facts.columns, *config.source.facts.carried}, loss.config.trains_on
+    missing = columns_from_source(loss) - {*TOKEN_COLUMNS, *has}
+    if missing:
+        fitting = {name: registry.get("loss", name).config.trains_on == kind for name in registry.names("loss")}
+        sources = (registry.get("source", name) for name in registry.names("source"))
+        found = (source.name for source in sources if fitting.get(source.config.run_defaults.get("loss", "")))
+        raise ConfigError.at(
+            f"{setting}.name",
+            f"is {loss.config.name}, which needs {listing(missing)}, but the batches of source '{config.source.name}' "
+            f"have of such columns: {listing(has)}. Sources for losses on {kind}: {listing(found)}. A source of "
+            "rollouts passes numbers of the rows on with source.carry, and your own names them in SourceFacts.columns.",
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
@@ -19,13 +21,11 @@ from spurline.data.configs import WholeBatchConfig
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.loss import ENTROPY, Loss, Objective
+from spurline.protocols.loss import ENTROPY, Loss, Objective, PreparesBatch
 from spurline.protocols.minibatches import MiniBatches
 from spurline.update.reduction import Reduce, reduce_corrected, token_mean
 
 REFERENCE_LOGPROBS = "reference_logprobs"
-MADE_IN_UPDATE = frozenset({ENTROPY, REFERENCE_LOGPROBS})
-"""Columns that a loss may need although the batch lacks them, since the update computes them."""
 _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
 
@@ -106,6 +106,7 @@ class Update:
         return _join(parts)
 
     def _update(self, role: Role, recipe: Recipe, minibatch: TrainingBatch) -> Mapping[str, float]:
+        minibatch = with_prepared(minibatch, recipe.loss, self._backend, recipe.temperature)
         factors = minibatch.tokens.get("correction_factors")
         if factors is None or role == "critic":
             # Corrections are for the policy only, since returns do not depend on the policy that sampled.
@@ -159,6 +160,35 @@ def with_reference_logprobs(batch: TrainingBatch, loss: Loss, backend: Backend) 
     """Return the batch with the column `reference_logprobs` if the loss needs it."""
     if REFERENCE_LOGPROBS not in loss.needs or REFERENCE_LOGPROBS in batch.tokens:
         return batch
+    return batch.with_tokens(reference_logprobs=_logprobs(batch, backend, 1.0, "reference"))
+
+
+def with_prepared(batch: TrainingBatch, loss: Loss, backend: Backend, temperature: float = 1.0) -> TrainingBatch:
+    """Return the batch with the columns that the loss prepares. Rows that lose all their loss become padding rows."""
+    if not isinstance(loss, PreparesBatch):
+        return batch
+    prepared = batch.with_tokens(**loss.prepare(batch, partial(_logprobs, batch, backend, temperature)))
+    had_loss, has_loss = ((each.tokens["loss_weights"] != 0).any(1) for each in (batch, prepared))
+    return _only(prepared, ~had_loss | has_loss)
+
+
+def columns_from_source(loss: Loss) -> frozenset[str]:
+    """Return the columns that the batches of a source must have for this loss."""
+    prepared = loss.prepares if isinstance(loss, PreparesBatch) else frozenset[str]()
+    return loss.needs - {ENTROPY, REFERENCE_LOGPROBS} - prepared
+
+
+def _logprobs(
+    batch: TrainingBatch, backend: Backend, temperature: float, role: Role, rows: Tensor | None = None
+) -> Tensor:
+    """Return the logprobs of these rows as `LogprobsOfRows` does."""
     column = torch.zeros(batch.num_rows, batch.length)
-    column[~batch.is_padding_row] = backend.logprobs(batch, role="reference")
-    return batch.with_tokens(reference_logprobs=column)
+    chosen = ~batch.is_padding_row if rows is None else rows & ~batch.is_padding_row
+    asked = batch if rows is None else _only(batch, chosen)
+    column[chosen] = backend.logprobs(asked, role, temperature=temperature)
+    return column
+
+
+def _only(batch: TrainingBatch, rows: Tensor) -> TrainingBatch:
+    """Return these rows, and as many padding rows in place of the others, so that the number still suits the ranks."""
+    return batch if bool(rows.all()) else batch.take(torch.nonzero(rows).flatten()).pad_rows(batch.num_rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import LossSums, Role
-from spurline.protocols.loss import Objective, TokenLossInputs
+from spurline.protocols.loss import MetricValues, Objective, TokenLossInputs
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_replay import ExpertLoads, Loads
@@ -103,6 +103,7 @@ class SumsPart:
         broken_rows: All rows of those micro-batches whose loss is not finite.
         sums: For each other metric of the loss, the sum of weight * value.
         extremes: Values of the loss's metrics whose names end with `/max` or `/min`.
+        metric_weights: Sums of the weights of metrics with their own weights. Others have the sum `weight`.
         balance: Sum over sequences of the balance loss of routers, or None without a balance loss.
         expert_loads: This rank's tokens at each expert, by layer. `load_metrics` joins the loads of all ranks.
     """
@@ -113,6 +114,7 @@ class SumsPart:
     broken_rows: tuple[int, ...] = ()
     sums: Mapping[str, float] = field(default_factory=dict[str, float])
     extremes: Mapping[str, float] = field(default_factory=dict[str, float])
+    metric_weights: Mapping[str, float] = field(default_factory=dict[str, float])
     balance: float | None = None
     expert_loads: Loads = field(default_factory=dict[int, NDArray[np.int64]])
 
@@ -120,11 +122,8 @@ class SumsPart:
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
         """Add up the sums of all ranks, in the order of the ranks, since rounding depends on it."""
         parts = list(parts)
-        sums: dict[str, float] = {}
         extremes: dict[str, float] = {}
         for part in parts:
-            for name, value in part.sums.items():
-                sums[name] = sums.get(name, 0.0) + value
             for name, value in part.extremes.items():
                 join = _EXTREMES[name.rpartition("/")[2]][1]
                 extremes[name] = float(join(extremes[name], value)) if name in extremes else value
@@ -134,22 +133,33 @@ class SumsPart:
             weight=sum(part.weight for part in parts),
             tokens=sum(part.tokens for part in parts),
             broken_rows=tuple(row for part in parts for row in part.broken_rows),
-            sums=sums,
+            sums=total_by_name(part.sums for part in parts),
+            metric_weights=total_by_name(part.metric_weights for part in parts),
             extremes=extremes,
             balance=sum(balances) if balances else None,
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the loss's own metrics: weighted means, and extremes."""
-        means = {name: value / self.weight for name, value in self.sums.items() if self.weight != 0}
-        return {**means, **self.extremes}
+        """Return the loss's own metrics: weighted means, and extremes. A metric whose weights sum to 0 is left out."""
+        weights = {name: self.metric_weights.get(name, self.weight) for name in self.sums}
+        means = {name: value / weights[name] for name, value in self.sums.items() if weights[name] != 0}
+        return {**means, **{name: value for name, value in self.extremes.items() if self.metric_weights.get(name) != 0}}
 
     def balance_metrics(self, num_sequences: int) -> dict[str, float]:
         """Return `moe/aux_loss`, the mean balance loss of sequences, or {} without a balance loss."""
         return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
 
     def as_loss_sums(self) -> LossSums:
-        return LossSums(self.loss, self.weight, self.tokens, self.sums)
+        return LossSums(self.loss, self.weight, self.tokens, self.sums, self.metric_weights)
+
+
+def total_by_name(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up values of the same name, in the order given."""
+    totals: dict[str, float] = {}
+    for each in sums:
+        for name, value in each.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
 class StepSums:
@@ -161,6 +171,7 @@ class StepSums:
         self._losses_by_rows: list[tuple[Rows, Tensor]] = []
         self._totals: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
+        self._metric_weights: dict[str, Tensor] = {}
         self._extremes: dict[str, Tensor] = {}
 
     def add(self, rows: Rows, stream: TokenStream, inputs: TokenLossInputs, objective: Objective) -> Tensor:
@@ -170,14 +181,13 @@ class StepSums:
             return (inputs.logprobs * 0).sum()
         loss = objective.loss.token_loss(inputs)
         with torch.no_grad():
-            metrics = objective.loss.metrics(inputs)
+            for name, values in objective.loss.metrics(inputs).items():
+                self._add_metric(name, values, stream.weights)
         total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
         self._tokens += stream.num_loss_tokens
         self._losses_by_rows.append((rows, total.detach()))
         _add(self._totals, "loss", total.detach())
         _add(self._totals, "weight", stream.weights.sum())
-        for name, values in metrics.items():
-            self._add_metric(name, values.detach(), stream.weights)
         return total
 
     def add_balance(self, balance: Tensor) -> Tensor:
@@ -185,22 +195,29 @@ class StepSums:
         _add(self._totals, "balance", balance.detach())
         return balance
 
-    def _add_metric(self, name: str, values: Tensor, weights: Tensor) -> None:
+    def _add_metric(self, name: str, values: MetricValues, weights: Tensor) -> None:
         ending = name.rpartition("/")[2]
+        own_weights: Tensor | None = None
+        if isinstance(values, tuple):
+            values, own_weights = values
+            weights = weights * own_weights.to(weights.dtype)
+            _add(self._metric_weights, name, weights.sum())
         if ending not in _EXTREMES:
             _add(self._sums, name, torch.dot(weights, values.to(weights.dtype)))
             return
         join = _EXTREMES[ending][0]
+        if own_weights is not None:
+            values = torch.where(own_weights != 0, values, -math.inf if ending == "max" else math.inf)
         extreme = (values.max() if ending == "max" else values.min()).double()
         self._extremes[name] = join(self._extremes[name], extreme) if name in self._extremes else extreme
 
     def fetch(self, *others: Tensor) -> tuple[SumsPart, list[float]]:
         """Return all sums, and the values of other scalar tensors, with one transfer to the host."""
-        groups = (self._totals, self._sums, self._extremes)
+        groups = (self._totals, self._sums, self._metric_weights, self._extremes)
         scalars = [value for group in groups for value in group.values()]
         scalars += [total.double() for _, total in self._losses_by_rows] + [other.double() for other in others]
         values = iter(torch.stack(scalars).tolist() if scalars else [])
-        totals, sums, extremes = [{name: next(values) for name in group} for group in groups]
+        totals, sums, metric_weights, extremes = [{name: next(values) for name in group} for group in groups]
         broken = [rows for rows, _ in self._losses_by_rows if not math.isfinite(next(values))]
         part = SumsPart(
             loss=totals.get("loss", 0.0),
@@ -208,6 +225,7 @@ class StepSums:
             tokens=self._tokens,
             broken_rows=tuple(row for rows in broken for row in rows.tolist()),
             sums=sums,
+            metric_weights=metric_weights,
             extremes=extremes,
             balance=totals.get("balance"),
             expert_loads=self._expert_loads.fetch(),

@@ -21,7 +21,7 @@ from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, prepare
 from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import quantity
-from spurline.update.update import MADE_IN_UPDATE
+from spurline.update.update import columns_from_source
 from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
 from spurline_models.loading import check_weights_fit
@@ -226,7 +226,7 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _
             f"step {step}: {batch.num_rows} rows x {batch.length} tokens, {batch.num_tokens:,} real "
             f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
         )
-        plan.attempt(partial(check_columns, batch, data.loss.needs - MADE_IN_UPDATE))
+        plan.attempt(partial(check_columns, batch, columns_from_source(data.loss)))
         if model.vocabulary is not None:
             plan.attempt(partial(check_tokens, batch, model.vocabulary))
         largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)

@@ -24,7 +24,7 @@ class PreferenceSourceConfig(SourceConfig):
 
     @property
     def facts(self) -> SourceFacts:
-        return replace(super().facts, supplies="pairs", compares_logprobs=True)
+        return replace(super().facts, supplies="pairs", columns=("pair_ids",), compares_logprobs=True)
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)

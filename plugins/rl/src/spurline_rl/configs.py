@@ -140,6 +140,10 @@ class FaultsConfig(Section):
     """Largest number of different prompts that the whole run may give up. Unusable rows do not count."""
 
 
+_COLUMNS = ("advantages", "rewards", "old_logprobs", "rollout_logprobs", "token_versions", "correction_factors")
+"""Columns that batches of rollouts have, whether or not there is a critic."""
+
+
 class PromptSourceConfig(SourceConfig):
     """Base of the configs of sources that train on rollouts."""
 
@@ -320,6 +324,7 @@ class PromptSourceConfig(SourceConfig):
             makes_attempts=True,
             compares_logprobs=True,
             num_prompts=self.prompts_per_step,
+            columns=(*_COLUMNS, *(("values", "returns") if self.advantage.uses_critic else ())),
             carried=self.carry,
             reward_terms=self.environment.reward_terms,
             context_tokens=self.engine.context_tokens,

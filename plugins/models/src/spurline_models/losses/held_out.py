@@ -19,7 +19,8 @@ from spurline.protocols.evaluation import EvaluationContext, MeasuresSamples
 from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import Samples
-from spurline.update.update import with_reference_logprobs
+from spurline.update.update import with_prepared, with_reference_logprobs
+from spurline_models.accumulate import total_by_name
 from spurline_models.losses.configs import CrossEntropyConfig, LossEvaluationConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_text.sources.sft import SampleSet, longest_sample, note_of_shared
@@ -75,21 +76,20 @@ class LossEvaluation(MeasuresSamples):
             "prefetch", run.config.prefetch, build=build, last_step=num_batches
         )
         totals: dict[str, float] = {}
-        weight = 0.0
+        weights: dict[str, float] = {}
         try:
             prefetch.start(1)
             for number in range(1, num_batches + 1):
                 batch = prefetch.next(number)
-                complete = with_reference_logprobs(batch, loss, backend)
+                complete = with_prepared(with_reference_logprobs(batch, loss, backend), loss, backend)
                 sums = backend.evaluate(complete, Objective(loss, normalizer=1.0))
                 found = {"loss": sums.loss, **sums.metrics}
                 if not self._trains_as_measured:
                     measured = backend.evaluate(batch, Objective(_NLL, normalizer=1.0))
                     found |= {"loss": measured.loss, "objective": sums.loss}
-                for name, total in found.items():
-                    totals[name] = totals.get(name, 0.0) + total
-                weight += sums.weight
+                totals = total_by_name([totals, found])
+                weights = total_by_name([weights, {name: sums.metric_weights.get(name, sums.weight) for name in found}])
                 batch.release()
         finally:
             prefetch.close()
-        return {name: total / weight for name, total in totals.items()}, []
+        return {name: total / weights[name] for name, total in totals.items() if weights[name] != 0}, []

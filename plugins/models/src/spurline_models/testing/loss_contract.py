@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from spurline.protocols.loss import Loss, TokenLossInputs
+from spurline.data.batch import TrainingBatch
+from spurline.data.collators.reference import PaddedCollator
+from spurline.data.configs import PaddedCollatorConfig
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.loss import Loss, MetricValues, PreparesBatch, TokenLossInputs
+from spurline.testing.samples import PAD, make_view
 
 PAIR_IDS = "pair_ids"
+LABELS = "labels"
 
 
 class LossContract:
@@ -23,7 +30,7 @@ class LossContract:
         """Return random float64 inputs. `segments` has the number of loss tokens of each segment.
 
         Columns that end in `_logprobs` are close to `logprobs`. If the loss needs `pair_ids`, the first two segments
-        are a pair, the next two segments are another pair, and so on.
+        are a pair, the next two segments are another pair, and so on. `labels` of segments are 1 and -1 in turn.
         """
         generator = torch.Generator().manual_seed(seed)
         drawn: dict[str, Any] = {"size": (sum(segments),), "generator": generator, "dtype": torch.float64}
@@ -38,6 +45,8 @@ class LossContract:
         segment_index = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(segments, dtype=torch.int64))
         if PAIR_IDS in columns:
             columns[PAIR_IDS] = (segment_index // 2 + 1) * (1 - 2 * (segment_index % 2))
+        if LABELS in columns:
+            columns[LABELS] = 1 - 2 * (segment_index % 2)
         return TokenLossInputs(logprobs.requires_grad_(), segment_index, len(segments), columns, entropy)
 
     def test_loss_is_one_finite_differentiable_number_per_token(self) -> None:
@@ -68,10 +77,36 @@ class LossContract:
     def test_metrics_are_one_finite_number_per_token(self) -> None:
         inputs = self.inputs()
         with torch.no_grad():
-            metrics = self.make_loss().metrics(inputs)
+            metrics = _flat(self.make_loss().metrics(inputs))
         for name, values in metrics.items():
             assert values.shape == inputs.logprobs.shape, name
             assert bool(torch.isfinite(values).all()), name
+            assert not name.endswith(WEIGHTS) or bool((values >= 0).all()), f"{name} are negative"
+
+    def batch(self) -> TrainingBatch:
+        """Return the batch that is prepared if the loss is a `PreparesBatch`: six answers and two padding rows.
+
+        The columns that the loss needs are random, and labels are 1 and -1. Override this for other columns.
+        """
+        batch = PaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout()).collate(
+            make_view((4, 7, 3, 9, 5, 6)), training=True
+        )
+        made, shape = self.make_loss(), (batch.num_rows, batch.length)
+        drawn = {name: -torch.rand(shape, generator=torch.Generator().manual_seed(1)) for name in sorted(made.needs)}
+        drawn[LABELS] = torch.tensor([1, -1, 1, 1, -1, 1])[:, None].expand(shape)
+        return batch.with_tokens(**drawn).pad_rows(8)
+
+    def test_prepared_columns_belong_to_rows_and_not_to_their_order(self) -> None:
+        made, batch = self.make_loss(), self.batch()
+        if not isinstance(made, PreparesBatch):
+            return
+        prepared = made.prepare(batch, _RandomLogprobs(batch))
+        shape = (batch.num_rows, batch.length)
+        assert made.prepares <= prepared.keys(), f"prepare returned {sorted(prepared)}, not all of `prepares`"
+        assert {name: column.shape[:2] for name, column in prepared.items()} == dict.fromkeys(prepared, shape)
+        order = torch.randperm(batch.num_rows, generator=torch.Generator().manual_seed(0))
+        other = batch.take(order)
+        _assert_equal(dict(made.prepare(other, _RandomLogprobs(other))), dict(prepared), order)
 
     def test_a_loss_made_again_from_its_config_gives_equal_values_and_describes_itself(self) -> None:
         loss = self.make_loss()
@@ -86,7 +121,34 @@ class LossContract:
         loss = made.token_loss(inputs)
         (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)
         with torch.no_grad():
-            return {"loss": loss, "gradient": gradient, **made.metrics(inputs)}
+            return {"loss": loss, "gradient": gradient, **_flat(made.metrics(inputs))}
+
+
+WEIGHTS = " (weights)"
+
+
+def _flat(metrics: Mapping[str, MetricValues]) -> dict[str, Tensor]:
+    """Return values by name, and the weights of metrics that have them under names that end in WEIGHTS."""
+    found: dict[str, Tensor] = {}
+    for name, values in metrics.items():
+        found |= {name: values[0], name + WEIGHTS: values[1]} if isinstance(values, tuple) else {name: values}
+    return found
+
+
+class _RandomLogprobs:
+    """Logprobs that depend only on a row's tokens and the role."""
+
+    def __init__(self, batch: TrainingBatch) -> None:
+        self._batch = batch
+
+    def __call__(self, role: str, rows: Tensor | None = None) -> Tensor:
+        batch = self._batch
+        found = torch.zeros(batch.num_rows, batch.length)
+        for row in torch.arange(batch.num_rows)[slice(None) if rows is None else rows].tolist():
+            tokens = batch.tokens["input_ids"][row]
+            generator = torch.Generator().manual_seed(int(tokens.sum()) + len(role))
+            found[row] = -torch.rand(batch.length, generator=generator) * (batch.tokens["loss_weights"][row] != 0)
+        return found
 
 
 def _chosen(inputs: TokenLossInputs, where: Tensor, first: int = 0) -> TokenLossInputs:
