@@ -54,10 +54,12 @@ class VocabularyRank(GroupsOfNeighbours):
         want_entropy: bool,
         temperature: float,
         half_precision: bool,
+        support: np.ndarray | None = None,
     ) -> dict[str, Any]:
         """Return scores, the gradients of a loss of them, and the number of positions in each chunk of logits.
 
         weight: [V, H] of the whole vocabulary, from which each rank takes its rows.
+        support: Token ids [N, K] to which the distribution is restricted, padded with -1.
         """
         group = self._groups[size]
         rows = -(-len(weight) // size)
@@ -78,7 +80,13 @@ class VocabularyRank(GroupsOfNeighbours):
             return copied @ layer.T
 
         score = VocabularyLogprobs(logits, group, len(weight), chunk_tokens)
-        logprobs, entropy = score(states, torch.from_numpy(targets), want_entropy, temperature)
+        logprobs, entropy = score(
+            states,
+            torch.from_numpy(targets),
+            want_entropy,
+            temperature,
+            None if support is None else torch.from_numpy(support),
+        )
         loss = loss_of(logprobs, entropy)
         gradients = torch.autograd.grad(loss, [states, layer])
         return {

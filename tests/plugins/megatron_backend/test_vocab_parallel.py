@@ -42,11 +42,22 @@ def inputs(tokens: int, vocabulary: int, dtype: type, scale: float = 1.0) -> tup
     return hidden, weight, targets
 
 
-def expected(hidden: Any, weight: Any, targets: Any, want_entropy: bool, temperature: float) -> dict[str, Any]:
+def kept(targets: Any, vocabulary: int) -> Any:
+    """Ids of the tokens that sampling kept, padded with -1: about a third of them, and the target."""
+    chosen = np.random.default_rng(len(targets)).random((len(targets), vocabulary)) < 0.3
+    chosen[np.arange(len(targets)), targets] = True
+    return np.where(chosen, np.arange(vocabulary), -1)
+
+
+def expected(
+    hidden: Any, weight: Any, targets: Any, want_entropy: bool, temperature: float, support: Any = None
+) -> dict[str, Any]:
     """Softmax written out."""
     states, layer = torch.from_numpy(hidden).requires_grad_(), torch.from_numpy(weight).requires_grad_()
-    everything = (states @ layer.T / temperature).log_softmax(-1)
-    logprobs = everything[torch.arange(len(targets)), torch.from_numpy(targets)]
+    logits = states @ layer.T / temperature
+    everything = logits.log_softmax(-1)
+    cut = everything if support is None else logits.masked_fill(torch.from_numpy(support) < 0, -torch.inf)
+    logprobs = cut.log_softmax(-1)[torch.arange(len(targets)), torch.from_numpy(targets)]
     entropy = -(everything.exp() * everything).sum(-1) if want_entropy else None
     gradients = torch.autograd.grad(loss_of(logprobs, entropy), [states, layer])
     return {
@@ -81,13 +92,22 @@ def assert_equal(answers: list[dict[str, Any]], wanted: dict[str, Any], size: in
     chunk_tokens=st.sampled_from([1, 2, 4, ALL_AT_ONCE]),
     want_entropy=st.booleans(),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    is_cut=st.booleans(),
 )
 def test_scores_and_gradients_are_those_of_the_whole_vocabulary(
-    ranks: RankGroup, size: int, tokens: int, vocabulary: int, chunk_tokens: int, want_entropy: bool, temperature: float
+    ranks: RankGroup,
+    size: int,
+    tokens: int,
+    vocabulary: int,
+    chunk_tokens: int,
+    want_entropy: bool,
+    temperature: float,
+    is_cut: bool,
 ) -> None:
     given_ = inputs(tokens, vocabulary, np.float64)
-    answers = ranks.call("scores", size, *given_, chunk_tokens, want_entropy, temperature, False)
-    assert_equal(answers, expected(*given_, want_entropy, temperature), size, 1e-12)
+    support = kept(given_[2], vocabulary) if is_cut else None
+    answers = ranks.call("scores", size, *given_, chunk_tokens, want_entropy, temperature, False, support)
+    assert_equal(answers, expected(*given_, want_entropy, temperature, support), size, 1e-12)
     # Logits of more than a chunk never exist; all chunks but the last are computed twice, as in the local backend.
     chunks = max(1, math.ceil(tokens / chunk_tokens))
     assert all(max(answer["computed"]) <= chunk_tokens for answer in answers)

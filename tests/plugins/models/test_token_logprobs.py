@@ -40,17 +40,23 @@ def test_the_output_layer_never_sees_more_than_a_chunk_and_never_a_prompt(tmp_pa
 @pytest.mark.parametrize("want_entropy", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+@pytest.mark.parametrize("cut", [False, True])
 def test_chunks_give_the_values_and_gradients_of_full_logits(
-    want_entropy: bool, bias: bool, temperature: float
+    want_entropy: bool, bias: bool, temperature: float, cut: bool
 ) -> None:
+    """With `cut`, logprobs are those of the softmax over the tokens that sampling kept, written out with -inf."""
     torch.manual_seed(0)
     head = nn.Linear(6, 11, bias=bias, dtype=torch.float64)
     hidden = torch.randn(23, 6, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(11, (23,))
     inputs = [hidden, *head.parameters()]
-    logprobs, entropy = TokenLogprobs(head, 5)(hidden, targets, want_entropy, temperature)
+    kept = torch.rand(23, 11) < 0.3
+    kept[torch.arange(23), targets] = True
+    support = torch.where(kept, torch.arange(11), -1) if cut else None
+    logprobs, entropy = TokenLogprobs(head, 5)(hidden, targets, want_entropy, temperature, support)
     full = (head(hidden) / temperature).log_softmax(-1)
-    expected = full[torch.arange(23), targets]
+    sampled_from = full.masked_fill(~kept, -torch.inf).log_softmax(-1) if cut else full
+    expected = sampled_from[torch.arange(23), targets]
     total, expected_total = (logprobs**2).sum(), (expected**2).sum()
     torch.testing.assert_close(logprobs, expected)
     if want_entropy:

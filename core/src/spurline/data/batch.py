@@ -39,17 +39,22 @@ OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "correction_factors": torch.float32,
     "token_versions": torch.int32,
     "routed_experts": torch.int16,
+    "support": torch.int32,
     "pair_ids": torch.int32,
     "labels": torch.int32,
 }
 """Columns that RL and preference data add. For the n-th pair of a batch, counted from 1, `pair_ids` is n on the chosen
-and -n on the rejected answer. `labels` is 1 on good and -1 on bad answers, and 0 on answers to other prompts,
-which only measure a divergence. `routed_experts` is `[rows, length, layers, top_k]`: the experts that the engine chose
-in each decoder layer for the token AT this position, or -1. `correction_factors` weigh the policy's loss; the
-reduction applies them."""
+and -n on the rejected answer. `labels` is 1 on good and -1 on bad answers, and 0 on answers to other prompts, which
+only measure a divergence. `routed_experts` is `[rows, length, layers, top_k]`: the experts that the engine chose in
+each decoder layer for the token AT this position, or -1. `support` is `[rows, length, K]`: the ids of the tokens among
+which the token AT this position was sampled, padded with -1; logprobs are renormalised over them. `correction_factors`
+weigh the policy's loss; the reduction applies them."""
 
 ROUTED_EXPERTS = "routed_experts"
 """Name of the only optional column that is read at all tokens. The others are read only at tokens with loss."""
+
+SUPPORT = "support"
+"""Name of the column with the tokens that top_p and top_k kept when a token was sampled."""
 
 SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
 """Ragged columns with one value per segment: the prompt's name, the numbers of attempt and turn, the token count."""

@@ -108,12 +108,12 @@ class HiddenGPT(GPTModel):
         return hidden_states
 
     def scores(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float, support: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return logprobs of targets (or a critic's values) for hidden states [N, H], and the entropy or None."""
         if self.score is None:
             return self.value_head(hidden), None
-        return self.score(hidden, targets, want_entropy, temperature)
+        return self.score(hidden, targets, want_entropy, temperature, support)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's columns of the logits, [N, H] -> [N, V / tensor]."""

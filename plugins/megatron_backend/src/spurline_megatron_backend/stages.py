@@ -141,7 +141,7 @@ class StagedModel:
         """Return the scalar, a number of tokens and metrics, as schedules expect. The last two are not used."""
         stream, part = microbatch.stream, microbatch.part
         chosen = hidden.squeeze(1).index_select(0, part.source)
-        values, entropy = self.parts[-1].scores(chosen, part.targets, ENTROPY in needs, temperature)
+        values, entropy = self.parts[-1].scores(chosen, part.targets, ENTROPY in needs, temperature, part.support)
         values = self._sharing.joined(values, microbatch.mine, stream)
         if entropy is not None:
             entropy = self._sharing.joined(entropy, microbatch.mine, stream)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -39,6 +40,13 @@ class VocabularyLogprobs(TokenLogprobs):
         self._group = group
         self._rank = dist.get_rank(group)
         self._vocabulary = vocabulary
+
+    def at(self, values: Tensor, ids: Tensor) -> Tensor:
+        local = ids - self._rank * values.shape[1]
+        is_own = (local >= 0) & (local < values.shape[1])
+        own = values.gather(1, local.clamp(0, values.shape[1] - 1)).masked_fill(~is_own, 0.0)
+        # Every rank computes the same loss, so the backward pass does not sum over ranks.
+        return reduce_from_tensor_model_parallel_region(own, self._group).masked_fill(ids < 0, -torch.inf)
 
     def _logprobs(self, logits: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
         first = self._rank * logits.shape[1]

@@ -74,6 +74,7 @@ class SequenceSharing:
             targets=stream.targets[mine],
             # With -1, the router chooses the experts.
             routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, padding, 0), value=-1)[start:stop],
+            support=None if stream.support is None else stream.support[mine],
             num_fill=min(max(0, padding + stream.num_fill - start), length),
         )
         return part, mine

@@ -229,7 +229,7 @@ class StreamModel:
         """Return the inputs of a loss with these `needs` for the stream."""
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
-        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
+        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature, stream.support)
         return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
 
 

@@ -91,19 +91,26 @@ class TokenLogprobs:
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
 
     def __call__(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        want_entropy: bool = False,
+        temperature: float = 1.0,
+        support: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logprobs of targets [N] after hidden states [N, H], and entropies [N] if asked for.
 
-        The distribution is softmax(logits / temperature).
+        The distribution is softmax(logits / temperature). With `support`, token ids [N, K] padded with -1, logprobs are
+        those of the distribution that is renormalised over each row's ids. Entropies are always of all tokens.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         num_chunks = math.ceil(len(targets) / self.chunk_tokens)
         if num_chunks <= 1:
-            return score(hidden, targets)
+            return score(hidden, targets, support)
         size = math.ceil(len(targets) / num_chunks)
+        supports = [None] * num_chunks if support is None else support.split(size)
         parts: list[Any] = []
-        for chunk in zip(hidden.split(size), targets.split(size), strict=True):
+        for chunk in zip(hidden.split(size), targets.split(size), supports, strict=True):
             # The last chunk is the first in the backward pass, so its logits may stay.
             if torch.is_grad_enabled() and len(parts) < num_chunks - 1:
                 parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=self._draws))
@@ -112,10 +119,25 @@ class TokenLogprobs:
         entropies = [entropy for _, entropy in parts if entropy is not None]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
 
+    def at(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Return the values [N, K] of these token ids, given this process's columns [N, V]; -inf for the id -1."""
+        return values.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+
     def _score(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+        self, hidden: Tensor, targets: Tensor, support: Tensor | None, want_entropy: bool, temperature: float
     ) -> tuple[Tensor, Tensor | None]:
         logits = self._head(hidden)
+        if support is not None:
+            # The sum over the vocabulary cancels, so only a few logits get gradients.
+            chosen = self.at(logits, torch.cat([targets.unsqueeze(1), support], dim=1))
+            chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32)) / temperature
+            restricted = chosen[:, 0] - chosen[:, 1:].logsumexp(-1)
+            return restricted, self._all_tokens(logits, targets, True, temperature)[1] if want_entropy else None
+        return self._all_tokens(logits, targets, want_entropy, temperature)
+
+    def _all_tokens(
+        self, logits: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
         if self.fused:
             from spurline_models.streams.logprob_kernel import FusedLogprobs
 

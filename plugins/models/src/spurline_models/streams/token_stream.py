@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
+from spurline.data.batch import ROUTED_EXPERTS, SUPPORT, TrainingBatch
 from spurline.errors import DataError, listing
 from spurline_models.dealing import RankShare, Rows
 from spurline_models.device_profile import DeviceProfile
@@ -100,6 +100,7 @@ class TokenStream:
         batch_index: [N] on CPU, the index of the token in the flattened [rows, length] of the batch.
         routed_experts: int16 [T, layers, top_k], the experts that the engine chose; -1 for tokens that it did not
             compute. If None, routers choose.
+        support: [N, K], ids of the tokens among which each token was sampled, padded with -1. If None, among all.
         num_fill: Number of tokens at the beginning of the stream that belong to no sample.
         is_idle: Whether the stream is a dummy, which a rank without rows runs so that collectives match.
     """
@@ -115,6 +116,7 @@ class TokenStream:
     columns: dict[str, Tensor]
     batch_index: Tensor
     routed_experts: Tensor | None = None
+    support: Tensor | None = None
     num_fill: int = 0
     is_idle: bool = False
 
@@ -184,7 +186,7 @@ def token_stream(
     batch_index = index[target_positions]
     input_ids = take(batch.tokens["input_ids"].flatten(), index)
     segment_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[target_positions]
-    experts = batch.tokens.get(ROUTED_EXPERTS)
+    experts, support = batch.tokens.get(ROUTED_EXPERTS), batch.tokens.get(SUPPORT)
     return TokenStream(
         # Values are sent in a narrow dtype, and widened on the device.
         input_ids=send(input_ids).long().unsqueeze(0),
@@ -198,6 +200,7 @@ def token_stream(
         columns={name: send(take(batch.tokens[name].flatten(0, 1), batch_index)) for name in columns},
         batch_index=batch_index,
         routed_experts=None if experts is None else send(take(experts.flatten(0, 1), index)),
+        support=None if support is None else send(take(support.flatten(0, 1), batch_index)).long(),
     )
 
 
