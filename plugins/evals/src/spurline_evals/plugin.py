@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from spurline.plugins import API_VERSION, Plugin
+from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
+from spurline_evals.configs import LmEvalConfig
 
 PLUGIN = Plugin("evals", api=API_VERSION)
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    registry.add(LmEvalConfig, "spurline_evals.evaluation:LmEvalEvaluation")

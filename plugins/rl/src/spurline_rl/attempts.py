@@ -63,10 +63,18 @@ class Attempts:
         """Return whether the environment knows the first prompt of an attempt beforehand."""
         return isinstance(self._environment, ShowsPrompt)
 
-    async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Attempt held-out prompts. Failures count only for this evaluation, and there is no penalty on length."""
+    async def evaluate(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
+    ) -> Sequence[Outcome]:
+        """Attempt held-out prompts, in the run's environment if none is given.
+
+        Failures count only for this evaluation, and there is no penalty on length.
+        """
         given_up = GivenUpPrompts(self._config.faults.max_quarantined)
-        return await self._make_runner(given_up, held_out).run_groups(prompts)
+        runner = self._make_runner(given_up, held_out)
+        if environment is not None:
+            runner.environment, runner.score = environment, partial(score, weights={})
+        return await runner.run_groups(prompts)
 
     def first_prompt(self, draw: Draw) -> Sequence[int] | None:
         """Return the result of `ShowsPrompt.first_prompt`, or None if the environment does not know it beforehand."""

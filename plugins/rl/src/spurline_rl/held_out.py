@@ -23,6 +23,7 @@ from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, Success
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.group_runner import Outcome
 from spurline_rl.metrics import all_returns, mean_terms
+from spurline_rl.protocols.environment import Environment
 from spurline_rl.trajectory import Group, Trajectory, trajectory_return
 
 HELD_OUT = "held-out "
@@ -35,7 +36,11 @@ class MakesAttempts(Protocol):
 
     generates_with_copies: bool
 
-    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]: ...
+    def make_attempts(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
+    ) -> Sequence[Outcome]:
+        """Return the outcomes of attempts with the newest weights, in the run's environment if none is given."""
+        ...
 
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None: ...
 

@@ -33,6 +33,7 @@ from spurline_rl.kept_rollouts.keeper import RolloutKeeper
 from spurline_rl.kept_rollouts.table import KeptStep
 from spurline_rl.metrics import length_metrics, reward_metrics
 from spurline_rl.preparation import Preparation, TurnColumns
+from spurline_rl.protocols.environment import Environment
 from spurline_rl.protocols.rollout_engine import RolloutEngine
 from spurline_rl.trajectory import Group, has_equal_returns
 from spurline_text.prompts import read_question
@@ -261,7 +262,9 @@ class PromptSource(BatchSource):
         return [prompt.reason for prompt in self._attempts.given_up.prompts]
 
     @abstractmethod
-    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
+    def make_attempts(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
+    ) -> Sequence[Outcome]:
         """Make attempts at held-out prompts with the current weights."""
 
     def _batch(

@@ -21,6 +21,7 @@ from spurline_rl.configs import HeldOutConfig, RolloutSourceConfig
 from spurline_rl.draws import Draw, SkippedRow
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import PromptSource, collect_groups
+from spurline_rl.protocols.environment import Environment
 from spurline_rl.protocols.rollout_engine import RolloutEngine, SharesWeights, TakesWeights
 
 
@@ -90,8 +91,10 @@ class RolloutSource(PromptSource):
         sent = self._loop.run(_publish(cast("TakesWeights", self._attempts.engine), backend, step))
         return {"time/sync": time.perf_counter() - begin, "sync/bytes": float(sent)}
 
-    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        return self._loop.run(self._attempts.evaluate(prompts, held_out))
+    def make_attempts(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
+    ) -> Sequence[Outcome]:
+        return self._loop.run(self._attempts.evaluate(prompts, held_out, environment))
 
     def state_dict(self) -> dict[str, object]:
         return {**self._prompts_state(), "next_draw": self._next_draw}

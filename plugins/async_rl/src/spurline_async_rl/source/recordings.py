@@ -32,6 +32,7 @@ from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import Collected, PromptSource
+from spurline_rl.protocols.environment import Environment
 from spurline_rl.trajectory import Group, Trajectory, Turn, share_prompts, turns_of
 
 _FIELDS = ("response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
@@ -208,5 +209,7 @@ class RecordedRolloutSource(PromptSource):
     def epoch(self, step: int) -> float:
         return step * self._config.prompts_per_step / self._prompts.prompts_per_epoch
 
-    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
+    def make_attempts(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
+    ) -> Sequence[Outcome]:
         raise AssertionError("the config allows no held-out prompts")

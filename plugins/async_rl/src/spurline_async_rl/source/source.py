@@ -44,6 +44,7 @@ from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import Collected, PromptSource
+from spurline_rl.protocols.environment import Environment
 from spurline_rl.protocols.rollout_engine import RolloutEngine, TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 from spurline_rl.trajectory import Turn
@@ -234,24 +235,28 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.write(step)
         return {} if self._colocation is not None else self._take_synced()
 
-    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
+    def make_attempts(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
+    ) -> Sequence[Outcome]:
         """Make held-out attempts with the newest weights, while attempts for training go on."""
         if self._colocation is None and self._producer.scheduler.version < self._updates:
             self._advance()
         self._settle_proof()
         # On colocated engines no more groups start, because the end of the evaluation would interrupt them.
         with self._engines_turn(keep_weights=True):
-            outcomes = [*self._evaluate(prompts, held_out)]
+            outcomes = [*self._evaluate(prompts, held_out, environment)]
             # An engine that was started again may have answered before its proof failed.
             while again := self._loop.call(self._producer.tainted, outcomes):
-                repeated = self._evaluate([prompts[index] for index in again], held_out)
+                repeated = self._evaluate([prompts[index] for index in again], held_out, environment)
                 for index, outcome in zip(again, repeated, strict=True):
                     outcomes[index] = outcome
         return outcomes
 
-    def _evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
+    def _evaluate(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None
+    ) -> Sequence[Outcome]:
         self._timeline.began("evaluate")
-        evaluating = self._loop.start(self._attempts.evaluate(prompts, held_out))
+        evaluating = self._loop.start(self._attempts.evaluate(prompts, held_out, environment))
         evaluating.add_done_callback(lambda _: self._changed.set())
         head = "The evaluation waits for held-out attempts. No request was answered for {:.0f} s."
         watchdog = self._watchdog(lambda waited_s: "\n  ".join([head.format(waited_s), *self._observed.describe()]))
