@@ -41,8 +41,8 @@ from spurline_async_rl.weights.configs import CollectiveSyncConfig, DiskSyncConf
 from spurline_async_rl.weights.disk import DiskSync
 from spurline_async_rl.weights.reading import BucketReader
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
+from spurline_concurrency.calls import in_thread
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
-from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import TakesWeights
 
 RATES = (1e-6, 1e-5, 1e-4)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 
-from spurline import child, load_config  # noqa: E402
+from spurline import load_config  # noqa: E402
 from spurline.config import loading  # noqa: E402
 from spurline.errors import ConfigError  # noqa: E402
 
@@ -111,8 +112,8 @@ def forked_children() -> Generator[WarmChildren, None, None]:
 def warm_children(request: pytest.FixtureRequest, forked_children: WarmChildren) -> Generator[None, None, None]:
     """Engines and ranks need no imports, except in long runs and on GPUs, where they start as those of the product."""
     with pytest.MonkeyPatch.context() as patch:
-        if not SOAK and "gpu" not in request.path.parts:
-            patch.setattr(child, "subprocess", forked_children)
+        if not SOAK and "gpu" not in request.path.parts and find_spec("spurline_concurrency"):
+            patch.setattr("spurline_concurrency.child.subprocess", forked_children)
         yield
 
 

@@ -35,9 +35,9 @@ from reward_functions import in_process
 from run_helpers import Config, Trained, WriteConfig, assert_same_weights, num_lines, train, wait_for, write_rows
 from warm_children import WarmRuns
 
-from spurline import child
 from spurline_async_rl.scheduling.scheduler import State
 from spurline_collation_fast.cache.entry import open_entry
+from spurline_concurrency import child
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 

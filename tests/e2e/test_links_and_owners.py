@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from spurline.child import ChildProcess
 from spurline.errors import CheckpointError, DamagedCheckpointError, RunDirectoryError, RunFailedError, UserError
 from spurline.files import private_folder, write_text
 from spurline.run.checkpoints.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
 from spurline.run.checkpoints.state_files import read_state
 from spurline.run.directory import RunDirectory, RunRecordFiles
+from spurline_concurrency.child import ChildProcess
 from spurline_insight.report.record import read_record
 from spurline_models.export import _write_beside  # pyright: ignore[reportPrivateUsage]
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts

@@ -15,11 +15,11 @@ from every_run import IN_LONG_RUNS
 from run_helpers import Config, on_ranks, read_metrics, train
 from sabotages import KINDS, PREFIX_CACHE, first_broken
 
-from spurline.child import ChildProcess
 from spurline.errors import RunFailedError
 from spurline.run.checkpoints.state_files import read_state
 from spurline_async_rl.engines import child_process
 from spurline_async_rl.source.recordings import groups_of, recorded_step
+from spurline_concurrency.child import ChildProcess
 from spurline_models.testing.inputs import write_tiny_model
 from spurline_rl.trajectory import turns_of
 

@@ -47,7 +47,7 @@ UNSAFE = {
 ALLOWED = {
     ("plugins/ranks/src/spurline_ranks/outcomes.py", "pickle.loads"): "what this process has pickled a line before",
     (
-        "plugins/rl/src/spurline_rl/rewards/worker_processes.py",
+        "plugins/concurrency/src/spurline_concurrency/worker_processes.py",
         "pickle.loads",
     ): "rows of the run, which its own process sends to its child",
     (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from spurline.errors import BucketLostError
 from spurline_async_rl.weights.collective import BroadcastReader
+from spurline_concurrency.calls import in_thread
 from spurline_models.weight_buckets import WeightBucket
-from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import TakesWeights
 
 

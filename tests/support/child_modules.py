@@ -1,4 +1,4 @@
-"""What child processes of tests/core/test_child.py do: the first argument names a function of this module."""
+"""What child processes of tests/plugins/concurrency/test_child.py do: the first argument names a function of this module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from spurline.child import ChildProcess, Parent
+from spurline_concurrency.child import ChildProcess, Parent
 
 
 def main(parent: Parent) -> None:

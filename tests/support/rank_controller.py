@@ -13,8 +13,8 @@ import psutil
 from listening import listening
 from warm_children import ForkedChildren
 
-from spurline import child
 from spurline.protocols.ranks import RankRequest
+from spurline_concurrency import child
 from spurline_ranks.group import TimeLimits, open_ranks
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from sabotages import IN_FLIGHT, SabotagedWeights
 from torch.nn import Parameter
 
-from spurline.child import Parent
 from spurline_async_rl.engines.child_process import main as unbroken_main
+from spurline_concurrency.child import Parent
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.engines.in_process.engine import InProcessEngine
 

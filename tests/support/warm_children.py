@@ -78,8 +78,8 @@ class WarmProcess:
 
 
 class WarmChildren:
-    """Stands in for the module `subprocess` in `spurline.child`. The process that is forked starts with the first
-    order."""
+    """Stands in for the module `subprocess` in `spurline_concurrency.child`. The process that is forked starts with the
+    first order."""
 
     PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
 
@@ -120,7 +120,7 @@ class WarmChildren:
             self._process.wait(60)
 
     def _start(self, command: list[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
-        # COMMAND -P -m spurline.child MODULE ...
+        # COMMAND -P -m spurline_concurrency.child MODULE ...
         module = command[4]
         if module not in MODULES:
             return subprocess.Popen(command, **options)
@@ -282,7 +282,7 @@ def _has_ended(pid: int) -> bool:
 
 def become(order: dict[str, Any]) -> None:
     """Carry out an order in a fork."""
-    from spurline import child
+    from spurline_concurrency import child
 
     os.environ.clear()
     os.environ.update(order["environment"])

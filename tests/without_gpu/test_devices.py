@@ -10,15 +10,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from spurline import child
 from spurline.protocols.ranks import RankRequest
+from spurline_concurrency import child
 from spurline_models import machine
 from spurline_ranks import devices
 from spurline_ranks.group import TimeLimits, open_ranks
 
 pytestmark = pytest.mark.processes
 
-FORKS = ("spurline_rl.rewards.worker_processes", "spurline_agents.supervisor")
+FORKS = ("spurline_concurrency.worker_processes", "spurline_agents.supervisor")
 """Modules of processes that fork. CUDA does not work in a fork of a process that has used it."""
 BEFORE_WORKERS = ("spurline_ranks.rank_main", "spurline_ranks.machine_actor")
 WORKERS = (

@@ -23,8 +23,8 @@ from spurline_async_rl.weights import buckets, exchange
 from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup
+from spurline_concurrency.calls import in_thread
 from spurline_models.weight_buckets import WeightBucket
-from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 

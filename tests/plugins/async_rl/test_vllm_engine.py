@@ -34,7 +34,7 @@ from vllm_engines import (
 from spurline.errors import RunFailedError
 from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
-from spurline_rl.concurrency import in_thread
+from spurline_concurrency.calls import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.protocols.weight_sync import SyncReport, WeightSync
 from spurline_rl.testing import EngineUpdateContract, RolloutEngineContract

@@ -16,7 +16,7 @@ from rl_attempts import run
 from spurline import load_config
 from spurline.errors import ConfigError, PluginError
 from spurline_agents.configs import HarnessConfig
-from spurline_rl import concurrency
+from spurline_concurrency import calls
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
@@ -188,9 +188,9 @@ def test_modules_beside_a_function_take_no_modules_place_in_the_run(tmp_path, mo
 
 @pytest.mark.usefixtures("hung_threads")
 def test_a_function_that_many_threads_still_run_is_called_again_when_some_have_ended(monkeypatch):
-    monkeypatch.setattr(concurrency, "MAX_ABANDONED", 2)
-    monkeypatch.setattr(concurrency, "_LOOK_S", 0.01)
-    monkeypatch.setattr(concurrency, "_abandoned", defaultdict(list))
+    monkeypatch.setattr(calls, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(calls, "_LOOK_S", 0.01)
+    monkeypatch.setattr(calls, "_abandoned", defaultdict(list))
 
     def hung() -> int:
         return sum(thread.name == "call-hangs" for thread in threading.enumerate())

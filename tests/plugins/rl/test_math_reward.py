@@ -9,9 +9,9 @@ import pytest
 from rl_attempts import run
 
 from spurline.errors import ConfigError, DataError
+from spurline_concurrency.killable import KillablePool
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import MathVerifyConfig
-from spurline_rl.rewards.killable import KillablePool
 from spurline_rl.rewards.math_verify import MathVerify
 from spurline_rl.scoring import reward_terms
 

@@ -22,7 +22,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from spurline.errors import ConfigError, PluginError, RunFailedError, listing
-from spurline_rl.concurrency import in_thread, is_async
+from spurline_concurrency.calls import in_thread, is_async
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
 

@@ -20,7 +20,7 @@ from spurline_agents.configs import HarnessConfig
 from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import HarnessServer
 from spurline_agents.sessions import LiveSession
-from spurline_rl.concurrency import end_tasks
+from spurline_concurrency.calls import end_tasks
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.scoring import checked_score, close_all, make_rewards, reward_terms

@@ -22,8 +22,8 @@ from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError, Body, ChatBody, CompletionBody, read_body, sampling_error, sampling_of
 from spurline_agents.configs import HarnessConfig
 from spurline_agents.sessions import LiveSession
+from spurline_concurrency.calls import all_or_none
 from spurline_rl.chat_front import PrefixError, Reply
-from spurline_rl.concurrency import all_or_none
 from spurline_rl.environments.tools import ToolCall, parse_calls
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_text.prompts import encode_prompt

@@ -24,8 +24,8 @@ from spurline_agents.bodies import ApiError, Body, BodyT
 from spurline_agents.configs import HarnessConfig
 from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, chunks
 from spurline_agents.sessions import LiveSession
+from spurline_concurrency.calls import end_tasks
 from spurline_rl.chat_front import PrefixError
-from spurline_rl.concurrency import end_tasks
 from spurline_rl.protocols.environment import PolicyHandle
 
 T = TypeVar("T")

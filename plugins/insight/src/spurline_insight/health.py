@@ -196,7 +196,7 @@ class HealthWatch:
                 "busy_controller",
                 f"The event loop of all rollouts is busy for {level:.0%} of the time, and engines wait for it. Run "
                 "engines in their own processes (source.engine.placement: ray, or engine child_process). Let "
-                "environments and rewards compute in spurline_rl.concurrency.in_thread.",
+                "environments and rewards compute in spurline_concurrency.calls.in_thread.",
             )
 
 

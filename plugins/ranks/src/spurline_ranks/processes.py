@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from spurline.child import ChildProcess
+from spurline_concurrency.child import ChildProcess
 from spurline_ranks.devices import local_environments
 from spurline_ranks.group import MachineOrder, Work
 from spurline_ranks.logs import of_last_process, stacks_of

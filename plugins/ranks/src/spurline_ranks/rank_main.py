@@ -18,8 +18,8 @@ from pkgutil import resolve_name
 from queue import SimpleQueue
 from typing import Any
 
-from spurline.child import Parent
 from spurline.importing import importing
+from spurline_concurrency.child import Parent
 from spurline_ranks.group import MachineOrder, Place
 from spurline_ranks.logs import mark_beginning
 from spurline_ranks.outcomes import outcome_of, unpacked

@@ -18,8 +18,8 @@ import numpy as np
 
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
 from spurline.terminal import tell
+from spurline_concurrency.calls import Call, Places, all_or_none, located
 from spurline_rl.chat_front import PrefixError
-from spurline_rl.concurrency import Call, Places, all_or_none, located
 from spurline_rl.draws import Draw, SkippedRow, row_of
 from spurline_rl.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline_rl.trajectory import Group, Trajectory

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from spurline.child import ChildProcess, Parent
 from spurline.config.loading import load_config
 from spurline.config.run_config import RunConfig
 from spurline.errors import BucketLostError, DataError, RunFailedError, SpurlineError, UserError
@@ -28,8 +27,9 @@ from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.response import Progress
 from spurline_async_rl.weights.reading import BucketReader
+from spurline_concurrency.calls import in_thread
+from spurline_concurrency.child import ChildProcess, Parent
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
-from spurline_rl.concurrency import in_thread
 from spurline_rl.engines.configs import DecodingConfig, InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import Written

@@ -132,6 +132,6 @@ class Watchdog:
     def _describe_block(self, waited_s: float) -> str:
         return (
             f"For {waited_s:.0f} s an environment or reward has blocked the event loop of all rollouts. Run slow code "
-            "with spurline_rl.concurrency.in_thread.\n"
+            "with spurline_concurrency.calls.in_thread.\n"
             f"{self._loop.position()}"
         )

@@ -21,6 +21,7 @@ from spurline.plugins.registry import resolve
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.weights.changes import CHANGES_MAKER
 from spurline_async_rl.weights.configs import BucketSyncConfig
+from spurline_concurrency.calls import in_thread
 from spurline_models.abilities import TrainsAdapters
 from spurline_models.backend_config import adapters_of
 from spurline_models.weight_buckets import (
@@ -31,7 +32,6 @@ from spurline_models.weight_buckets import (
     TensorPlace,
     WeightBucket,
 )
-from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 

@@ -27,12 +27,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.child import end_with
 from spurline.config.run_config import DataConfig
 from spurline.config.section import Section
 from spurline.data.token_store import SampleBlock
 from spurline.errors import RunFailedError
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_concurrency.child import end_with
 from spurline_text.encoding import RowEncoder
 from spurline_text.tokenization import block_of_outcomes
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import PluginError
 from spurline.plugins.registry import Registry
-from spurline_rl.concurrency import is_async
+from spurline_concurrency.calls import is_async
 from spurline_rl.environments.configs import CustomConfig
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import Environment

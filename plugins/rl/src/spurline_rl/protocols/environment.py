@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
-from spurline.errors import SpurlineError
+from spurline_concurrency.calls import AttemptFailedError as AttemptFailedError
 
 if TYPE_CHECKING:
     from spurline.protocols.dataset import DatasetConfig
@@ -34,10 +34,6 @@ class EnvironmentConfig(ComponentConfig):
     def tool_names(self) -> Collection[str]:
         """Return the names of the tools that the model may call, for messages."""
         return ()
-
-
-class AttemptFailedError(SpurlineError):
-    """One attempt failed, but another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ class Environment(Protocol):
 
     Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance makes
     all attempts, many at the same time on one event loop, so `run` must keep its state in local variables. Time limits
-    cannot stop code that does not await. Run slow code with `spurline_rl.concurrency.in_thread` or in a process. An
+    cannot stop code that does not await. Run slow code with `spurline_concurrency.calls.in_thread` or in a process. An
     environment that holds processes or files also has `close()`, plain or async.
     """
 

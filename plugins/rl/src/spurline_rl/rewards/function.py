@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from spurline.errors import ConfigError, DataError
-from spurline_rl.concurrency import within
+from spurline_concurrency.calls import within
+from spurline_concurrency.killable import KillablePool, TookTooLong
+from spurline_models.machine import num_cores
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
-from spurline_rl.rewards.killable import KillablePool, TookTooLong
 from spurline_rl.rewards.matching import missing_reference
 
 
@@ -44,7 +45,7 @@ class FunctionReward:
         self._pool = KillablePool(
             f"{__name__}:load",
             config.timeout_s,
-            0 if config.workers == "auto" else config.workers,
+            max(4, min(16, num_cores())) if config.workers == "auto" else config.workers,
             argument=config.path,
             import_timeout_s=config.import_timeout_s,
             memory_bytes=round(config.memory_gb * 2**30),

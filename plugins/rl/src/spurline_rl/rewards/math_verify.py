@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from spurline.errors import ConfigError, DataError
+from spurline_concurrency.killable import KillablePool, TookTooLong
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import MathVerifyConfig
-from spurline_rl.rewards.killable import KillablePool, TookTooLong
 from spurline_rl.rewards.matching import required_reference
 
 

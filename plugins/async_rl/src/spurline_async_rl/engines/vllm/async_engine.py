@@ -21,7 +21,7 @@ from spurline_async_rl.engines.vllm.launch import (
     end_of,
     worker_call,
 )
-from spurline_rl.concurrency import in_thread
+from spurline_concurrency.calls import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _Result = TypeVar("_Result")

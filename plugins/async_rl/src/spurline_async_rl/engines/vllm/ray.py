@@ -25,11 +25,11 @@ from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import EngineSpec
+from spurline_concurrency.calls import in_thread
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.cluster_room import Place, each_needs, placed, room_for
 from spurline_ranks.logs import write_into
 from spurline_ranks.ray_cluster import RayCluster
-from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _GATHERING_S = 0.1

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from spurline_rl.concurrency import CANCEL_TIMEOUT_S, Places
+from spurline_concurrency.calls import CANCEL_TIMEOUT_S, Places
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Ending = Literal["returns", "raises", "cancels itself", "clings"]

@@ -24,11 +24,11 @@ from rl_attempts import run
 from runaway_rewards import fingerprint
 
 from spurline.errors import ConfigError, DataError, PluginError, RunFailedError
+from spurline_concurrency.killable import KillablePool, TookTooLong
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
 from spurline_rl.rewards.function import FunctionReward
-from spurline_rl.rewards.killable import KillablePool, TookTooLong
 from spurline_rl.scoring import reward_terms
 
 pytestmark = pytest.mark.processes
@@ -408,7 +408,7 @@ def test_a_process_that_could_not_be_started_is_started_by_the_next_call(monkeyp
     pool = KillablePool("reward_functions:sleeps", GENEROUS_S)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr("spurline_rl.rewards.killable.ChildProcess", refuse)
+            patched.setattr("spurline_concurrency.killable.ChildProcess", refuse)
             with pytest.raises(BlockingIOError):
                 called(pool, 0)
         assert run(asyncio.wait_for(pool.call_async(0), GENEROUS_S)) == 0

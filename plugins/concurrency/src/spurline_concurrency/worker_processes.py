@@ -29,10 +29,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from spurline.child import Parent, end_with, kill_group
 from spurline.errors import ConfigError, DataError, ModelError, PluginError, RunFailedError, SpurlineError, UserError
-from spurline_rl.concurrency import is_async, located
-from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_concurrency.calls import AttemptFailedError, is_async, located
+from spurline_concurrency.child import Parent, end_with, kill_group
 
 Outcome = tuple[str, Any]
 """Either `value` and the function's result, or the name of an error and its message (problems, for a ConfigError)."""

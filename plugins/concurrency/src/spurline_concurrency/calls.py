@@ -1,4 +1,4 @@
-"""Run the code of environments and rewards with time limits, on the event loop and on threads.
+"""Run functions that may hang, such as environments and rewards, with time limits, on the event loop and on threads.
 
 A thread cannot be killed. If its caller is cancelled or times out, the thread is abandoned: it keeps running, and its
 result is dropped. It is a daemon thread, so the process can still end. If too many threads of a function are abandoned,
@@ -9,6 +9,7 @@ event loop can be cancelled. Its caller then waits until the task has ended, or 
 from __future__ import annotations
 
 import asyncio
+import re
 import sysconfig
 import traceback
 from collections import defaultdict, deque
@@ -16,12 +17,10 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from spurline.errors import RunFailedError
+from spurline.errors import RunFailedError, SpurlineError
 from spurline.threads import call_on_daemon
-from spurline_rl.protocols.environment import AttemptFailedError
 
 T = TypeVar("T")
 
@@ -34,12 +33,14 @@ _LOOK_S = 1.0
 _TICK_S = 0.1
 """Shortest time in seconds between two checks of the time limits."""
 
-_LIBRARIES = (
-    "<frozen",
-    f"{Path(__file__).parents[1]}/",
-    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
+_LIBRARIES = ("<frozen", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 """Prefixes of the file names of code that the user did not write."""
+_OURS = re.compile(r"/spurline(_\w+)?/")
+"""A part of the file names of Spurline's packages, which may also be installed in place."""
+
+
+class AttemptFailedError(SpurlineError):
+    """One attempt failed, but another attempt may succeed."""
 
 
 def located(error: BaseException) -> str:
@@ -48,9 +49,13 @@ def located(error: BaseException) -> str:
     The line is the innermost line of user code, or the innermost line of all if the traceback has no user code.
     """
     every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if not frame.filename.startswith(_LIBRARIES)] or every
+    frames = [frame for frame in every if not _is_library(frame.filename)] or every
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARIES) or _OURS.search(filename) is not None
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:

@@ -20,11 +20,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from spurline.child import ChildProcess
 from spurline.errors import ConfigError, Problem, RunFailedError
-from spurline_models.machine import num_cores
-from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.rewards.worker_processes import SPURLINE_ERRORS, Outcome, WorkerSettings
+from spurline_concurrency.calls import AttemptFailedError
+from spurline_concurrency.child import ChildProcess
+from spurline_concurrency.worker_processes import SPURLINE_ERRORS, Outcome, WorkerSettings
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
@@ -76,7 +75,7 @@ class KillablePool:
         function: `module:function`. If `argument` is given, this function is called with it once, and returns the
             function to call. The results of the calls must be JSON-serializable.
         timeout_s: Seconds that one call may take.
-        workers: The largest number of processes, each with one call at a time. 0 means one per processor, from 4 to 16.
+        workers: The largest number of processes, each with one call at a time.
         import_timeout_s: Seconds that the import may take.
         memory_bytes: Memory that one worker may take.
     """
@@ -111,7 +110,7 @@ class KillablePool:
         self._workers: dict[_Worker, asyncio.Task[None]] = {}
         """Each worker with the task that reads its answers."""
         self._idle: list[_Worker] = []
-        self._places = asyncio.Semaphore(workers or max(4, min(16, num_cores())))
+        self._places = asyncio.Semaphore(workers)
         self._shared: _Worker | None = None
         self._sharing = asyncio.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="spurline-killable-pool", daemon=True)
@@ -190,7 +189,7 @@ class KillablePool:
 
         try:
             self._child = ChildProcess(
-                "spurline_rl.rewards.worker_processes",
+                "spurline_concurrency.worker_processes",
                 (json.dumps(asdict(settings)),),
                 take=lambda messages: self._loop.call_soon_threadsafe(ready.set_result, messages[0]["ready"]),
                 on_end=lambda child: self._loop.call_soon_threadsafe(note_end, child),

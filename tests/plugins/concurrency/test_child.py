@@ -17,7 +17,7 @@ import pytest
 from living_processes import is_alive
 from run_helpers import wait_for
 
-from spurline.child import ChildProcess
+from spurline_concurrency.child import ChildProcess
 
 pytestmark = pytest.mark.processes
 
