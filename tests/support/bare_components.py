@@ -249,8 +249,8 @@ class BesideReferenceConfig(LossConfig):
     name: str = "beside_reference"
 
     @property
-    def uses_reference(self) -> bool:
-        return True
+    def roles(self) -> frozenset[str]:
+        return frozenset({"reference"})
 
 
 class BesideReference(LogLikelihood):

@@ -84,9 +84,8 @@ def test_one_rank_holds_as_many_parameters_as_the_model_is_published_with(name: 
 
 def a_run(*, replays_experts: bool = False) -> RunConfig:
     """What an estimate asks of a run that trains no critic and has no reference."""
-    source = SimpleNamespace(facts=SimpleNamespace(uses_reference=False, replays_experts=replays_experts))
-    loss = SimpleNamespace(uses_reference=False)
-    return cast(Any, SimpleNamespace(loss=loss, source=source, optimizer=AdamWConfig(), trained_critic=None))
+    source = SimpleNamespace(facts=SimpleNamespace(replays_experts=replays_experts))
+    return cast(Any, SimpleNamespace(frozen_roles=(), source=source, optimizer=AdamWConfig(), trained_critic=None))
 
 
 def layout_on(grid: Grid, microbatch: int | None, recompute: Any = "none") -> MegatronBackendConfig:

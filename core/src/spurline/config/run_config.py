@@ -97,27 +97,36 @@ CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
 """Bundled chat templates. The plugin `text` has a file `chats/templates/NAME.jinja` for each."""
 
 
-class ModelConfig(Section):
-    """The causal language model to train, as Hugging Face `transformers` loads it."""
+class WeightsConfig(Section):
+    """A causal language model, as Hugging Face `transformers` loads it."""
 
     path: Annotated[str, PathSetting(reads=True), ObjectSetting("model"), OnResume.BY_NAME] = Field(min_length=1)
     """Hub name or local folder with `config.json`, weights and tokenizer. A Python program may give a model instead."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` takes only the architecture from `path` and draws fresh weights from `seed`."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with a hub model."""
+    config_overrides: dict[str, Any] = {}
+    """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
+
+
+class FrozenModelConfig(WeightsConfig):
+    """A model that is not trained. It must have the tokens of the trained model, and may have another architecture."""
+
+
+class ModelConfig(WeightsConfig):
+    """The causal language model to train."""
+
     tokenizer: Annotated[str | None, PathSetting(reads=True), ObjectSetting("tokenizer"), OnResume.BY_NAME] = None
     """Hub name or folder of the tokenizer. The default is `path`. A Python program may give a tokenizer instead."""
     chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES), OnResume.BY_NAME] = None
     """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
     `gemma`, `zephyr`)."""
-    init: Literal["pretrained", "random"] = "pretrained"
-    """`random` takes only the architecture from `path` and draws fresh weights from `seed`."""
-    trust_remote_code: bool = False
-    """Run Python code that ships with a hub model."""
     allow_extrapolation: bool = False
     """Allow sequences that are too long for the model's rotary positions even with its rope scaling. A model with
     learned position embeddings cannot be extended in this way."""
-    config_overrides: dict[str, Any] = {}
-    """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
     freeze: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not trained, in policy and critic. A pattern is a glob for the whole
     name, as in `*embed_tokens*` or `model.layers.[0-3].*`, or `re:` and a regular expression for a part of it."""
@@ -127,8 +136,26 @@ class ModelConfig(Section):
     """Coefficient of the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437), which trains the routers of a
     mixture of experts to use all experts evenly. `config` uses the value `router_aux_loss_coef` of the model's config.
     Null adds no balance loss."""
+    frozen: Annotated[dict[str, FrozenModelConfig], OnResume.BY_NAME] = {}
+    """Models that are not trained, by the role in which losses, sources and rewards use them, such as `teacher`. The
+    role `reference` is the trained model as it was when the run began, unless it is given here."""
+
+    def playing(self, role: str) -> ModelConfig:
+        """Return the settings with which the model of a role is loaded: one of `frozen`, or else this model's."""
+        frozen = self.frozen.get(role)
+        if frozen is None:
+            return self
+        return ModelConfig.model_construct(**dict(frozen), allow_extrapolation=self.allow_extrapolation)
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        for role in sorted(run.frozen_roles - self.frozen.keys() - {"reference"}):
+            yield Problem(
+                "frozen",
+                f"has no model with the role '{role}', which this run uses.{suggestion(role, self.frozen)} Add it:\n"
+                f"model:\n  frozen:\n    {role}:\n      path: FOLDER_OR_HUB_NAME",
+            )
+        for role in sorted(self.frozen.keys() & {"policy", "critic"}):
+            yield Problem(f"frozen.{role}", "is the role of a model that is trained. Choose another name.")
         if is_kept_model(self.path) and self.tokenizer is None:
             yield Problem("tokenizer", "is required with a model object. Give a tokenizer, or its name or folder.")
         if self.router_aux_loss is not None and not run.backend.facts.balances_experts:
@@ -380,6 +407,11 @@ class RunConfig(Section):
     def trained_critic(self) -> CriticConfig | None:
         """Return the settings of the critic that is trained beside the policy, or None without a critic."""
         return self.find_section(CriticConfig)
+
+    @property
+    def frozen_roles(self) -> frozenset[str]:
+        """Return the roles of the untrained models that the loss or the source uses."""
+        return self.loss.roles.union(self.source.facts.roles)
 
     @property
     def asks_for_answers(self) -> bool:

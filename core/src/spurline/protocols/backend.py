@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from spurline.protocols.loss import Objective
 
 
-Role = Literal["policy", "reference", "critic"]
-"""`policy` is the model that acts and is trained. `reference` is the policy as it was when the run began, and is never
-trained. `critic` is a model with a value head and its own optimizer; it exists if the run has a section `critic`."""
+Role = str
+"""`policy` is the model that acts and is trained. `critic` is a model with a value head and its own optimizer; it
+exists if the run has a section `critic`. All other roles belong to models that are never trained: `reference` is the
+policy as it was when the run began, unless `model.frozen` has another one, and other roles are keys of
+`model.frozen`."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Backend(Protocol):
 
         R counts real rows only. `temperature` is as in `Objective`. For the role `critic`, the result is the critic's
         values, and `temperature` has no effect. The model runs in evaluation mode, without gradients or random numbers.
+        An untrained model is loaded when it is first used. Raises ModelError for a role that the run does not have.
         """
         ...
 

@@ -141,6 +141,6 @@ class LossConfig(ComponentConfig):
     that older weights sampled."""
 
     @property
-    def uses_reference(self) -> bool:
-        """Return whether these settings need logprobs of the reference model, which takes memory."""
-        return False
+    def roles(self) -> frozenset[str]:
+        """Return the roles of the untrained models that these settings use, such as `reference`. They take memory."""
+        return frozenset()

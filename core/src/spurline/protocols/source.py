@@ -79,8 +79,8 @@ class SourceFacts:
     """How responses are sampled, or None if nothing is generated."""
     sampling_temperature: float = 1.0
     """Temperature at which the tokens of the batches were sampled, or 1 if they were not sampled."""
-    uses_reference: bool = False
-    """True if the source itself uses the reference model, whether or not the loss does."""
+    roles: Collection[str] = ()
+    """Roles of the untrained models that the source itself uses, such as `reference`, whether or not the loss does."""
     transport: str | None = None
     """Name of the `weight_sync` for the source's engines, or None without one."""
     has_colocated_engines: bool = False

@@ -17,7 +17,7 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.optimizer import num_values
 from spurline_models.architecture import load_model_config, num_experts
 from spurline_models.backend_config import MemoryEstimate
-from spurline_models.memory import COMPUTED_BYTES, ShapeByName, Shapes, model_shapes, pinned_bytes
+from spurline_models.memory import COMPUTED_BYTES, ShapeByName, Shapes, frozen_shapes, model_shapes, pinned_bytes
 from spurline_models.optimizers.groups import check_groups
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_ranks.layout import counted, describe_ranks, divisors, more_ranks, ranks_of_machine, smaller_microbatches
@@ -54,17 +54,23 @@ def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
 
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
     """Raise ConfigError if the ranks cannot divide the model, or ModelError if the model's config cannot be read."""
-    model = load_model_config(run.model).get_text_config()
-    divided = {"context": (_heads(model), "attention heads"), "expert": (num_experts(model), "experts")}
     problems: list[Problem] = []
-    for key, (count, what) in divided.items():
-        size = getattr(config, key)
-        if size > 1 and count is None:
-            problems.append(Problem(f"backend.{key}", f"is {size}, and the model has no {what}. Set {key} to 1."))
-        elif count is not None and count % size:
-            fitting = ", ".join(str(fits) for fits in divisors(count) if config.num_ranks % fits == 0)
-            said = f"is {size}, which does not divide the {count} {what}. Choose one of {fitting}."
-            problems.append(Problem(f"backend.{key}", said))
+    for role in ("policy", *run.model.frozen):
+        model, of_model = load_model_config(run.model.playing(role)).get_text_config(), ""
+        divided = {"context": (_heads(model), "attention heads"), "expert": (num_experts(model), "experts")}
+        if role != "policy":
+            of_model = f" of model.frozen.{role}"
+            if divided["expert"][0] is None:
+                # A frozen model without experts is sharded like any other.
+                divided.pop("expert")
+        for key, (count, what) in divided.items():
+            size = getattr(config, key)
+            if size > 1 and count is None:
+                problems.append(Problem(f"backend.{key}", f"is {size}, and the model has no {what}. Set {key} to 1."))
+            elif count is not None and count % size:
+                fitting = ", ".join(str(fits) for fits in divisors(count) if config.num_ranks % fits == 0)
+                said = f"is {size}, which does not divide the {count} {what}{of_model}. Choose one of {fitting}."
+                problems.append(Problem(f"backend.{key}", said))
     if problems:
         raise ConfigError(problems)
 
@@ -142,8 +148,9 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[di
     if run.trained_critic is not None:
         # The critic is nearly as large as the policy. Its gradients are freed before the policy has gradients.
         parts["critic"] = weights + run.trained_critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
-    if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
-        parts["reference"] = _stored(config, {**trained, **frozen}, COMPUTED_BYTES[config.computes_in])
+    for role, untrained in frozen_shapes(run, config.lora).items():
+        whole = {**untrained.trained, **untrained.frozen}
+        parts[role] = _stored(config, _local(config, whole), COMPUTED_BYTES[config.computes_in])
     return parts, _stored(config, trained, _WEIGHT_BYTES)
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from spurline.protocols.loss import ENTROPY, Objective
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import (
     ShardedStreamModel,
-    build_reference,
+    build_frozen,
     build_trained,
     check_sharded,
     gathered,
@@ -40,6 +40,7 @@ from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.dealing import RankShare, Rows
 from spurline_models.device_profile import seed_generators
 from spurline_models.experts.router_balance import balance_coefficient
+from spurline_models.frozen import naming_frozen
 from spurline_models.generation import generate_greedily, stop_tokens
 from spurline_models.loading import check_config
 from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
@@ -84,7 +85,7 @@ class FsdpRank(RankWorker):
         # Engines get weights in the dtype of the forward pass.
         published = torch.bfloat16 if self._config.computes_in == "bf16" else torch.float32
         self.publishing = Publishing(self._place, self._gatherings, published)
-        self._reference: ShardedStreamModel | None = None
+        self._frozen: dict[Role, ShardedStreamModel] = {}
         if self._run.trained_critic is not None:
             critic = build_trained(self._run.model, self._config, self._meshes, self._run.seed, critic=True)
             critic.read_as(self._policy.model.reading)
@@ -143,8 +144,8 @@ class FsdpRank(RankWorker):
         layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
         return save(path, self._trained, {"ranks": self._place.world, **layout}, self._memory.read)
 
-    def _reference_tensors(self) -> Sequence[Tensor]:
-        return () if self._reference is None else model_tensors(self._reference.causal)
+    def _frozen_tensors(self) -> Sequence[Tensor]:
+        return [tensor for frozen in self._frozen.values() for tensor in model_tensors(frozen.causal)]
 
     def _drop_gradients(self, role: Role) -> None:
         for value in self._trained[role].parameters.values():
@@ -180,20 +181,27 @@ class FsdpRank(RankWorker):
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
         """Yield the model of this role, for forward passes."""
-        if role != "reference":
+        model = self._run.model
+        if role in self._trained:
             yield self._trained[role].model
-        elif self._config.lora is not None:
+        elif role not in model.frozen and self._config.lora is not None:
             from spurline_models.adapters.lora import adapters_off
 
             with adapters_off(self._policy.model.causal):
                 yield self._policy.model
         else:
-            if self._reference is None:
-                self._place.doing("loading the reference model")
-                initial = self._policy.initial_weights
-                self._reference = build_reference(self._run.model, self._config, self._meshes, self._run.seed, initial)
-                self._reference.read_as(self._policy.model.reading)
-            yield self._reference
+            if role not in self._frozen:
+                self._place.doing(f"loading the {role} model")
+                with naming_frozen(model, role):
+                    pin = partial(self._policy.pinned.check, role, model=model)
+                    playing = model.playing(role)
+                    frozen = build_frozen(playing, self._config, self._meshes, self._run.seed, pin)
+                    if role in model.frozen:
+                        check_sharded(frozen, self._config, self._profile, playing.path)
+                    else:
+                        frozen.read_as(self._policy.model.reading)
+                self._frozen[role] = frozen
+            yield self._frozen[role]
 
     @cached_property
     def _stop_tokens(self) -> list[int]:

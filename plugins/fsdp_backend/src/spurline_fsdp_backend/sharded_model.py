@@ -7,7 +7,7 @@ a `ShardedStreamModel`, which computes like any `StreamModel`.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
-from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config
+from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config, num_experts
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.kernels import change_computing
 from spurline_models.optimizers.groups import freeze_parameters
@@ -40,7 +40,7 @@ from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import RowPass, StreamModel, ValueHead, ValueModel, idle_pass, put_value_head
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
-from spurline_models.weights import check_initial_weights, without_adapters
+from spurline_models.weights import without_adapters
 from spurline_ranks.checkpoint import digest_of_ranks
 from spurline_ranks.pieces import Box, held_box, held_values
 from spurline_ranks.sequence_sharing import SequenceSharing, check_sharing
@@ -123,16 +123,15 @@ def build_trained(
     return _sharing(made, config, meshes)
 
 
-def build_reference(
-    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
+def build_frozen(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, check: Callable[[str], None]
 ) -> ShardedStreamModel:
-    """Build the initial model of the run, with frozen weights in the dtype of computations. This is a collective.
+    """Build a model that is not trained, with weights in the dtype of computations. This is a collective.
 
-    Raises:
-        CheckpointError: If the digest of its weights is not `initial_weights`.
+    `check` gets the digest of the weights, and raises an error if they are not the right ones.
     """
     causal = _build(model, config, meshes, seed, torch.float32, critic=False)
-    check_initial_weights(weights_digest(causal), initial_weights, model.path)
+    check(weights_digest(causal))
     causal.requires_grad_(False).eval()
     if config.computes_in == "bf16":
         cast_parameters(causal, torch.bfloat16)
@@ -225,7 +224,7 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         "mp_policy": MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
-    if meshes.experts is not None:
+    if meshes.experts is not None and num_experts(causal.config.get_text_config()) is not None:
         # Experts have a mesh of their own. They are sharded first, so that their layers do not shard them again.
         for holder in _divide_experts(causal, meshes):
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}

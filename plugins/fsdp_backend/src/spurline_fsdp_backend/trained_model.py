@@ -31,6 +31,7 @@ from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.saved_weights import saved_adapter, saved_weights
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.weight_files import WeightStream
+from spurline_models.weights import PinnedWeights
 from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.pieces import held_pieces, held_values
 from spurline_ranks.worker import StepTotals, clip_factor
@@ -44,8 +45,7 @@ class ShardedTrainedModel:
         self.parameters: Mapping[str, Parameter] = {
             name: value for name, value in model.causal.named_parameters() if value.requires_grad
         }
-        self.initial_weights = weights_digest(model.causal)
-        """The digest of the weights that the run started from, also after a resume."""
+        self.pinned = PinnedWeights(weights_digest(model.causal))
         self.frozen_weights = weights_digest(model.causal, frozen=True)
         """The digest of the frozen weights, which are not in checkpoints."""
         self.updates = 0
@@ -113,7 +113,7 @@ def save(
         state, weights = trained.optimization.state(), _model_tensors(trained)
         facts = {
             "updates": trained.updates,
-            "initial_weights": trained.initial_weights,
+            **trained.pinned.facts(),
             "frozen_weights": trained.frozen_weights,
             "weights": list(weights),
             "optimizer": state.facts(),

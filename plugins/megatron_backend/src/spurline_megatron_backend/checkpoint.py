@@ -53,7 +53,7 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
         if states is not None:
             facts = {
                 "updates": trained.updates,
-                "initial_weights": trained.initial_weights,
+                **trained.pinned.facts(),
                 "frozen_weights": _NOTHING_FROZEN,
                 "weights": list(trained.shapes),
                 "optimizer": states[role].facts(),

@@ -37,7 +37,7 @@ def has_megatron_core() -> bool:
 class MegatronBackendConfig(RankBackendConfig):
     """Megatron-core: ranks divide each matrix, the layers, the sequences, the experts and the optimizer's state."""
 
-    retired: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
+    retired: ClassVar[tuple[str, ...]] = ("sequence_parallel", "reference")
     package: ClassVar[str] = "spurline_megatron_backend"
     worker: ClassVar[str] = "spurline_megatron_backend.open_rank:open_rank"
     doctor_rank: ClassVar[str] = "spurline_megatron_backend.doctor:MegatronDoctorRank"
@@ -48,6 +48,7 @@ class MegatronBackendConfig(RankBackendConfig):
         "cpu_offload": f"To save memory, divide the model further (pipeline, tensor). {_FSDP}",
         "activation_checkpointing": "Use recompute: none, selective or full.",
         "sequence_parallel": "It is always on if tensor is more than 1.",
+        "reference": "It is called `frozen` now, and is for all models that are not trained.",
     }
 
     name: str = "megatron"
@@ -67,8 +68,9 @@ class MegatronBackendConfig(RankBackendConfig):
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
     """The parts that the backward pass computes again: nothing (`none`), attention (`selective`), or whole layers
     (`full`). `full` needs least memory and about a third more time."""
-    reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
-    """The memory that holds the reference model while it is not used. `host` copies it to the device for each use."""
+    frozen: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
+    """The memory that holds the reference and the models of `model.frozen` while they are not used. `host` copies a
+    model to the device for each use."""
 
     @property
     def facts(self) -> BackendFacts:

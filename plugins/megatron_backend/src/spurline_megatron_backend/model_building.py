@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -140,7 +141,8 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        **grid.parallel_sizes,
+        # Megatron refuses to divide the experts of a model without experts.
+        **(grid if a.num_experts else replace(grid, expert=1)).parallel_sizes,
         sequence_parallel=grid.tensor > 1,
         # Interleaved stages exchange tensors of one shape. If stages sent shapes first, these messages would overtake
         # each other.

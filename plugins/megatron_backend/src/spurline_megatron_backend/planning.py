@@ -19,12 +19,14 @@ from torch.nn import Parameter
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
+from spurline.protocols.backend import Role
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import held_parameters, padded_vocabulary
 from spurline_models.architecture import load_model_config
 from spurline_models.backend_config import MemoryEstimate
+from spurline_models.frozen import naming_frozen
 from spurline_models.memory import COMPUTED_BYTES
 from spurline_models.optimizers.groups import settings_of
 from spurline_ranks.layout import counted, describe_ranks, divisors, more_ranks, ranks_of_machine, smaller_microbatches
@@ -72,6 +74,11 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
     architecture = read_architecture(load_model_config(run.model))
     problems = [
         *size_problems(config, architecture),
+        *(
+            Problem(problem.key, f"for model.frozen.{role}: {problem.message}")
+            for role in run.model.frozen
+            for problem in size_problems(config, _architecture(run, role), frozen=True)
+        ),
         *_group_problems("optimizer", run.optimizer, architecture, critic=False),
     ]
     if run.trained_critic is not None:
@@ -80,8 +87,13 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Problem]:
-    """Yield the problems of sizes that do not divide this model."""
+def _architecture(run: RunConfig, role: Role) -> Architecture:
+    with naming_frozen(run.model, role):
+        return read_architecture(load_model_config(run.model.playing(role)))
+
+
+def size_problems(config: MegatronBackendConfig, a: Architecture, *, frozen: bool = False) -> Iterator[Problem]:
+    """Yield the problems of sizes that do not divide this model. A frozen model may have no experts to divide."""
     grid = config.grid
     divided = {"attention heads": a.heads, "key and value heads": a.key_value_heads}
     if not a.num_experts:
@@ -104,7 +116,7 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
     ):
         if a.num_experts:
             yield from _undivided(key, grid, {what: count}, others)
-        elif (size := getattr(grid, key)) > 1:
+        elif (size := getattr(grid, key)) > 1 and not frozen:
             yield Problem(f"backend.{key}", f"is {size}, and the model has no experts. Set {key} to 1.")
 
 
@@ -143,8 +155,8 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
     if config.recompute == "none":
         yield {"recompute": "selective"}
     yield from smaller_microbatches(config, row_length, tokens)
-    if config.reference == "device" and has_reference(run):
-        yield {"reference": "host"}
+    if config.frozen == "device" and run.frozen_roles:
+        yield {"frozen": "host"}
     if config.recompute != "full":
         yield {"recompute": "full"}
     yield from more_ranks(config)
@@ -162,14 +174,18 @@ def estimate_fullest(
     stages = [_of_stage(config, run, a, stage, row_length, tokens) for stage in range(config.pipeline)]
     found = max(stages, key=lambda estimate: estimate.peak)
     local = ranks_of_machine(config)
-    if config.reference != "host" or not has_reference(run) or local is None:
+    if config.frozen != "host" or local is None:
         return found
-    return replace(found, host=local * max(estimate.kept["weights"] for estimate in stages))
+    return replace(
+        found, host=local * max(sum(_frozen_bytes(config, run, a, it).values()) for it in range(len(stages)))
+    )
 
 
-def has_reference(run: RunConfig) -> bool:
-    """Return whether the ranks hold a reference model."""
-    return run.loss.uses_reference or run.source.facts.uses_reference
+def _frozen_bytes(config: MegatronBackendConfig, run: RunConfig, a: Architecture, stage: int) -> dict[str, int]:
+    """Return the bytes of each untrained model's weights on a rank of this stage, by role."""
+    models = {role: _architecture(run, role) if role in run.model.frozen else a for role in sorted(run.frozen_roles)}
+    computed = COMPUTED_BYTES[config.computes_in]
+    return {role: computed * sum(held_values(model, config.grid, stage)) for role, model in models.items()}
 
 
 def _of_stage(
@@ -187,8 +203,9 @@ def _of_stage(
         of_critic = held_values(a, grid, stage, critic=True)
         parts["critic"] = (computed + MAIN_BYTES) * sum(of_critic)
         parts["critic"] += _optimizer_bytes(grid, of_critic, run.trained_critic.optimizer, computed)
-    if has_reference(run) and config.reference == "device":
-        parts["reference"] = computed * values
+    frozen = _frozen_bytes(config, run, a, stage)
+    if config.frozen == "device":
+        parts |= frozen
     number, own = microbatches(config, row_length, tokens)
     update = {"activations": math.ceil(own * _activations(config, a, stage, number) * computed)}
     if config.tensor > 1:
@@ -204,8 +221,8 @@ def _of_stage(
         of_token = 2 * a.num_layers * a.experts_per_token
         update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
     moments = [update]
-    if has_reference(run) and config.reference == "host":
-        moments.append({"reference, while it scores": computed * values})
+    if config.frozen == "host":
+        moments += [{f"{role}, while it scores": size} for role, size in frozen.items()]
     return MemoryEstimate(parts, tuple(moments))
 
 

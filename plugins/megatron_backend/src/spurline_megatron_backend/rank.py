@@ -16,13 +16,14 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import ENTROPY, Objective, TokenLossInputs
-from spurline_megatron_backend.architecture import read_architecture
+from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.checkpoint import SavedModel, save, weights_digest
 from spurline_megatron_backend.core_attention import Rotary
 from spurline_megatron_backend.gpt import Groups
@@ -39,9 +40,10 @@ from spurline_models.accumulate import StepSums, SumsPart, logprob_table
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.dealing import RankShare, Rows
 from spurline_models.experts.router_replay import ExpertLoads, no_routers
+from spurline_models.frozen import naming_frozen
 from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline_models.streams.token_stream import TokenStream, share_streams
-from spurline_models.weights import NamedWeights, check_initial_weights
+from spurline_models.weights import NamedWeights, PinnedWeights
 from spurline_ranks.group import Place
 from spurline_ranks.messages import read_objective
 from spurline_ranks.publishing import Publishing
@@ -68,20 +70,11 @@ class MegatronRank(RankWorker):
         self._architecture = read_architecture(config)
         if self._run.source.facts.replays_experts and not self._architecture.num_experts:
             raise no_routers(self._run.model.path)
-        self._rotary = Rotary(config.get_text_config(), self._profile.device, COMPUTED[self._config.computes_in])
+        self._rotary = self._rotary_of(config)
         self._sharing = SequenceSharing(self._groups.context, self._profile)
         self._policy = self._train(policy_optimization(self._run, self._registry, self._total))
-        if self._config.probe:
-            check_exactness(
-                self._policy.model,
-                self._architecture,
-                self._groups.grid,
-                self._profile,
-                self._run.model.path,
-                half_precision=self._config.computes_in == "bf16",
-                doing=lambda what: self._place.doing(f"checking that packed rows are exact for this model: {what}"),
-            )
-        self._reference: StagedModel | None = None
+        self._check(self._policy.model, self._architecture, self._run.model.path)
+        self._frozen: dict[Role, StagedModel] = {}
         if self._run.trained_critic is not None:
             self._critic = self._train(critic_optimization(self._run.trained_critic, self._registry), critic=True)
         # Tensors get the names, shapes and dtypes that they have in the backend `local`.
@@ -137,8 +130,8 @@ class MegatronRank(RankWorker):
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
         return save(path, self._trained, self._groups.grid)
 
-    def _reference_tensors(self) -> Sequence[Tensor]:
-        return () if self._reference is None else self._reference.tensors()
+    def _frozen_tensors(self) -> Sequence[Tensor]:
+        return [tensor for frozen in self._frozen.values() for tensor in frozen.tensors()]
 
     def _accumulate(
         self, role: Role, share: RankShare, objective: Objective, *, whole_gradients: bool = False
@@ -177,24 +170,28 @@ class MegatronRank(RankWorker):
         return [*streams, *[(nobody, TokenStream.idle(columns, self._profile))] * missing]
 
     def _train(self, recipe: OptimizationRecipe, *, critic: bool = False) -> TrainedModel:
-        model, exact, digest = self._model(critic=critic)
+        model, exact, digest = self._model(self._run.model, self._architecture, self._rotary, critic=critic)
         shapes = whole_shapes(self._architecture, critic=critic)
-        return TrainedModel(model, recipe, shapes, self._groups.place.tensor, exact, digest, self._memory)
+        return TrainedModel(
+            model, recipe, shapes, self._groups.place.tensor, exact, PinnedWeights(digest), self._memory
+        )
 
-    def _model(self, *, critic: bool = False) -> tuple[StagedModel, list[Tensor], str]:
+    def _model(
+        self, model_config: ModelConfig, architecture: Architecture, rotary: Rotary, *, critic: bool = False
+    ) -> tuple[StagedModel, list[Tensor], str]:
         """Return a model with the weights from the files, these weights in fp32, and the digest of the fp32 weights."""
-        architecture, groups = self._architecture, self._groups
+        groups = self._groups
         parts = build_parts(architecture, self._config, groups, critic=critic)
         choices = router_choices(parts, groups.tensor, replay=not critic)
         held = held_parameters(architecture, groups.grid, groups.place, critic=critic)
-        model = StagedModel(parts, held, groups.grid, self._sharing, self._rotary, choices)
+        model = StagedModel(parts, held, groups.grid, self._sharing, rotary, choices)
         pairs = model.parameters()
         exact = [
             value.detach() if value.dtype == torch.float32 else torch.empty(value.shape, dtype=torch.float32)
             for _, value in pairs
         ]
         held_exact = [(entry, values) for (entry, _), values in zip(pairs, exact, strict=True)]
-        load_weights(held_exact, self._run.model, architecture, self._run.seed, self._config.on, critic=critic)
+        load_weights(held_exact, model_config, architecture, self._run.seed, self._config.on, critic=critic)
         with torch.no_grad():
             for (_, parameter), values in zip(pairs, exact, strict=True):
                 parameter.copy_(values)
@@ -203,22 +200,50 @@ class MegatronRank(RankWorker):
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StagedModel]:
         """Yield the model of this role, which is on the device, for forward passes."""
-        if role != "reference":
+        if role in self._trained:
             yield self._trained[role].model
             return
-        if self._reference is None:
-            self._place.doing("loading the reference model")
-            self._reference, _, found = self._model()
-            for _, parameter in self._reference.parameters():
-                parameter.requires_grad_(False)
-            check_initial_weights(found, self._policy.initial_weights, self._run.model.path)
+        if role not in self._frozen:
+            self._frozen[role] = self._load_frozen(role)
+        model = self._frozen[role]
         try:
-            self._reference.to(self._profile.device)
-            yield self._reference
+            model.to(self._profile.device)
+            yield model
         finally:
-            if self._config.reference == "host":
-                self._reference.to(torch.device("cpu"))
+            if self._config.frozen == "host":
+                model.to(torch.device("cpu"))
                 self._profile.release_cached_memory()
+
+    def _load_frozen(self, role: Role) -> StagedModel:
+        self._place.doing(f"loading the {role} model")
+        settings, architecture, rotary = self._run.model.playing(role), self._architecture, self._rotary
+        with naming_frozen(self._run.model, role):
+            if role in self._run.model.frozen:
+                config = load_model_config(settings)
+                architecture, rotary = read_architecture(config), self._rotary_of(config)
+            model, _, found = self._model(settings, architecture, rotary)
+            for _, parameter in model.parameters():
+                parameter.requires_grad_(False)
+            self._policy.pinned.check(role, found, self._run.model)
+            if role in self._run.model.frozen:
+                self._check(model, architecture, settings.path)
+        return model
+
+    def _rotary_of(self, config: PretrainedConfig) -> Rotary:
+        return Rotary(config.get_text_config(), self._profile.device, COMPUTED[self._config.computes_in])
+
+    def _check(self, model: StagedModel, architecture: Architecture, path: str) -> None:
+        """Run the probe on a model, unless it is switched off. This is a collective."""
+        if self._config.probe:
+            check_exactness(
+                model,
+                architecture,
+                self._groups.grid,
+                self._profile,
+                path,
+                half_precision=self._config.computes_in == "bf16",
+                doing=lambda what: self._place.doing(f"checking that packed rows are exact for {path}: {what}"),
+            )
 
 
 def _open_groups(grid: Grid, rank: int, seed: int) -> Groups:

@@ -23,6 +23,7 @@ from spurline_models.optimizers.groups import check_groups
 from spurline_models.optimizers.optimization import OptimizationRecipe, set_rates
 from spurline_models.optimizers.state import PEAK, group_values
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors, tensors_in
+from spurline_models.weights import PinnedWeights
 from spurline_ranks.pieces import Shape
 from spurline_ranks.worker import StepTotals, clip_factor
 
@@ -66,7 +67,7 @@ class TrainedModel:
         shapes: The shapes of all tensors of the whole model, by name.
         tensor_rank: The number of this rank in its tensor group.
         exact: The fp32 values of the parameters, in the order of `StagedModel.parameters`.
-        initial_weights: The digest of all weights.
+        pinned: The digest of all weights, and of the untrained models.
     """
 
     def __init__(
@@ -76,15 +77,14 @@ class TrainedModel:
         shapes: Mapping[str, Shape],
         tensor_rank: int,
         exact: Sequence[Tensor],
-        initial_weights: str,
+        pinned: PinnedWeights,
         memory: DeviceMemory,
     ) -> None:
         self.model = model
         self._memory = memory
         self.recipe = recipe
         self.shapes = shapes
-        self.initial_weights = initial_weights
-        """The digest of the weights that the run started from, also after a resume."""
+        self.pinned = pinned
         self._tensor_rank = tensor_rank
         check_groups(recipe.config, shapes, recipe.key)
         for held, parameter in model.parameters():

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from spurline.errors import ModelError
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError, suggestion
 from spurline.protocols.backend import Role
 
 if TYPE_CHECKING:
@@ -20,10 +21,19 @@ if TYPE_CHECKING:
 
 def check_trained(role: Role, *, has_critic: bool) -> None:
     """Raise ModelError for a role whose model is not trained. `has_critic` says whether the run has a critic."""
-    if role == "reference":
-        raise ModelError("The reference model is the model before training, and is never trained itself.")
+    if role not in ("policy", "critic"):
+        raise ModelError(f"The model with the role '{role}' is never trained. Only the policy and a critic are.")
     if role == "critic" and not has_critic:
         raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage that needs none.")
+
+
+def check_played(role: Role, model: ModelConfig) -> None:
+    """Raise ModelError if this run has no model with this role."""
+    roles = ("policy", "reference", "critic", *model.frozen)
+    if role not in roles:
+        raise ModelError(
+            f"This run has no model with the role '{role}'.{suggestion(role, roles)} Add model.frozen.{role}."
+        )
 
 
 @runtime_checkable

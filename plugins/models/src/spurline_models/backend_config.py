@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_OF_TRAINING = ("optimizer", "masters", "gradients", "checkpoint copy", "critic")
+"""Kept parts that are not the weights of a model."""
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """The memory that training needs, in bytes, as `spurline plan` shows it.
@@ -48,7 +52,7 @@ class MemoryEstimate:
     @property
     def lent(self) -> dict[str, int]:
         """The parts that stay on the device while an engine uses it, if the trainer's weights are not offloaded."""
-        stays = {name: self.kept[name] for name in ("weights", "reference") if name in self.kept}
+        stays = {name: size for name, size in self.kept.items() if name not in _OF_TRAINING}
         # The part `critic` includes the critic's optimizer. The critic's weights are as large as the policy's.
         return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
 

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from spurline.config.run_config import ModelConfig
+from spurline.config.run_config import ModelConfig, RunConfig
+from spurline.protocols.backend import Role
 from spurline.protocols.optimizer import num_values
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
 from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config, vocabulary_size
@@ -97,6 +98,15 @@ class Shapes:
 def pinned_bytes(size: int) -> int:
     """Return the host memory that torch pins for a tensor of this size. It is the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
+
+
+def frozen_shapes(run: RunConfig, lora: LoraConfig | None) -> dict[Role, Shapes]:
+    """Return the shapes of each untrained model that the run uses and that has weights of its own.
+
+    With adapters, the default reference is the trained model with its adapters switched off.
+    """
+    shared = set() if lora is None else {"reference"} - run.model.frozen.keys()
+    return {role: model_shapes(run.model.playing(role), None) for role in sorted(run.frozen_roles - shared)}
 
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:

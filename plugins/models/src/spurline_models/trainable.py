@@ -14,6 +14,7 @@ from spurline_models.backend_config import adapters_of
 from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.experts.router_replay import no_routers
 from spurline_models.experts.routers import find_routers
+from spurline_models.frozen import check_frozen
 from spurline_models.loading import check_config, quiet_loading
 from spurline_models.optimizers.groups import check_groups, freeze_parameters
 from spurline_models.streams.stream_model import StreamModel, put_value_head
@@ -48,6 +49,7 @@ def check_trainable(run: RunConfig) -> None:
     if run.trained_critic is not None:
         put_value_head(causal)
         check_groups(run.trained_critic.optimizer, _trained(causal), "critic.optimizer")
+    check_frozen(run)
 
 
 def _trained(causal: nn.Module) -> list[str]:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError
+from spurline.protocols.backend import Role
 from spurline_models.placement.quantized_weights import QuantizedLinear, quantized_layers
 
 if TYPE_CHECKING:
@@ -200,14 +202,44 @@ def without_adapters(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def check_initial_weights(found: str, expected: str, path: str) -> None:
-    """Raise CheckpointError if the reference model's digest is not the digest of the run's initial weights."""
-    if found != expected:
-        raise CheckpointError(
-            "model.path: the reference model needs the weights that this run started from, but the weights of "
-            f"{path} differ. Restore the old files, and set model.revision and the dtypes of the backend as they were, "
-            "or start over with another run_dir."
-        )
+class PinnedWeights:
+    """Digests of the weights that a run uses and does not train, so that it never goes on with other weights.
+
+    `initial` is the digest of the weights that the run started from, which are those of the default reference.
+    `frozen` has the digests of `model.frozen`, by role, from the first use of each model on. A resumed run reads both
+    from the checkpoint.
+    """
+
+    def __init__(self, initial: str, frozen: Mapping[str, str] | None = None) -> None:
+        self.initial = initial
+        self.frozen = dict(frozen or {})
+
+    def facts(self) -> dict[str, Any]:
+        """Return the digests as JSON values, for a checkpoint."""
+        return {"initial_weights": self.initial, "frozen_models": dict(self.frozen)}
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the digests in a checkpoint's facts."""
+        return cls(str(facts["initial_weights"]), facts.get("frozen_models"))
+
+    def check(self, role: Role, found: str, model: ModelConfig) -> None:
+        """Raise CheckpointError if the digest of this role's weights is not that of its earlier use in the run.
+
+        `model` is the model that the run trains.
+        """
+        if role in model.frozen:
+            what, key, path = "was used in this run before", f"frozen.{role}", model.frozen[role].path
+            expected = self.frozen.setdefault(role, found)
+        else:
+            what, key, path, expected = "this run started from", "", model.path, self.initial
+        if found != expected:
+            key = f"model.{key}".removesuffix(".")
+            raise CheckpointError(
+                f"{key}.path: the {role} model needs the weights that {what}, but the weights of {path} differ. "
+                f"Restore the old files, and set {key}.revision and the dtypes of the backend as they were, or start "
+                "over with another run_dir."
+            )
 
 
 def entry(name: str, tensor: Tensor, wide: torch.dtype | None) -> tuple[str, Tensor, Tensor]:

@@ -75,8 +75,8 @@ class DpoConfig(LossConfig):
     """Weight of the chosen answer's mean negative log-likelihood in the loss (RPO, arXiv:2404.19733)."""
 
     @property
-    def uses_reference(self) -> bool:
-        return True
+    def roles(self) -> frozenset[str]:
+        return frozenset({"reference"})
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.loss is self and run.source.facts.supplies != "pairs":

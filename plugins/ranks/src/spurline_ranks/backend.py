@@ -21,11 +21,11 @@ from spurline.errors import ModelError, NonFiniteLossError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
-from spurline_models.abilities import check_trained
+from spurline_models.abilities import check_played, check_trained
 from spurline_models.accumulate import SumsPart, describe_failure
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import Dealing, deal
-from spurline_models.experts.router_replay import check_replayed, load_metrics
+from spurline_models.experts.router_replay import check_replayed, load_metrics, without_routing
 from spurline_models.lengths import length_limit
 from spurline_models.placement.offloading import refuse
 from spurline_models.streams.token_stream import check_columns, check_tokens
@@ -47,9 +47,7 @@ class RankBackend:
         # These checks come before the ranks start and read weights.
         config.check_model(run)
         check_losses(run, registry)
-        self._model_config = load_model_config(run.model)
-        self._hidden: int = self._model_config.get_text_config().hidden_size
-        self._length_limit = length_limit(self._model_config)
+        self._model_configs = {"policy": load_model_config(run.model)}
         self._is_device_given = False
         request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
         arguments = plain_run(run), total_updates
@@ -102,8 +100,11 @@ class RankBackend:
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         if role == "critic":
             self._check_trained(role)
+        check_played(role, self._run.model)
         self._check_device_here("asked for logprobs")
-        dealing = self._deal(batch, ())
+        if role in self._run.model.frozen:
+            batch = without_routing(batch)
+        dealing = self._deal(batch, (), role)
         answers = self._ranks.call("logprobs", role, temperature, per_rank=self._wires(dealing))
         return dealing.gather(self._counting(answers))
 
@@ -156,20 +157,24 @@ class RankBackend:
     def close(self) -> None:
         self._ranks.close()
 
-    def _deal(self, batch: TrainingBatch, needs: Collection[str]) -> Dealing:
+    def _deal(self, batch: TrainingBatch, needs: Collection[str], role: Role = "policy") -> Dealing:
+        config = self._model_configs.get(role)
+        if config is None:
+            config = self._model_configs[role] = load_model_config(self._run.model.playing(role))
+        text, limit = config.get_text_config(), length_limit(config)
         columns = [name for name in needs if name != ENTROPY]
         # These are checked here because an error in a rank ends all ranks.
         check_columns(batch, columns)
-        check_tokens(batch, self._model_config.get_text_config().vocab_size)
-        check_replayed(batch, self._model_config)
-        if self._length_limit is not None:
-            self._length_limit.check(int(batch.segments["length"].values.max(initial=0)))
+        check_tokens(batch, text.vocab_size)
+        check_replayed(batch, config)
+        if limit is not None:
+            limit.check(int(batch.segments["length"].values.max(initial=0)))
         return deal(
             batch,
             self._config.layout().data,
             columns=[*columns, *(name for name in (ROUTED_EXPERTS,) if name in batch.tokens)],
             max_tokens=self._config.max_tokens_per_microbatch,
-            hidden=self._hidden,
+            hidden=text.hidden_size,
         )
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:

@@ -29,6 +29,7 @@ from spurline_models.dealing import RankShare
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.weight_buckets import PublishedPart
+from spurline_models.weights import PinnedWeights
 from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.group import Place
 from spurline_ranks.messages import read_objective
@@ -152,7 +153,7 @@ class RankWorker:
         for role, trained in self._trained.items():
             saved[role].put_into(trained)
             trained.updates = int(saved[role].facts["updates"])
-            trained.initial_weights = str(saved[role].facts["initial_weights"])
+            trained.pinned = PinnedWeights.read(saved[role].facts)
         return None
 
     def gathering_plan(self, part: PublishedPart) -> list[Bucket]:
@@ -210,7 +211,7 @@ class RankWorker:
 
     def _device_tensors(self) -> DeviceTensors:
         """Return the tensors on this rank's device between two updates."""
-        weights, state, scratch = list(self._reference_tensors()), list[Tensor](), list[Tensor]()
+        weights, state, scratch = list(self._frozen_tensors()), list[Tensor](), list[Tensor]()
         for trained in self._trained.values():
             tensors: DeviceTensors = trained.tensors()
             weights += tensors.weights
@@ -218,8 +219,8 @@ class RankWorker:
             scratch += tensors.scratch
         return DeviceTensors(weights, state, scratch)
 
-    def _reference_tensors(self) -> Sequence[Tensor]:
-        """Return the tensors of the reference model, which may not be loaded yet."""
+    def _frozen_tensors(self) -> Sequence[Tensor]:
+        """Return the tensors of the untrained models that are loaded."""
         raise NotImplementedError
 
     def _named(self, failure: Exception) -> str:

@@ -330,7 +330,7 @@ class PromptSourceConfig(SourceConfig):
             context_tokens=self.engine.context_tokens,
             sampling=self.sampling,
             sampling_temperature=self.sampling.temperature,
-            uses_reference=self.kl_in_reward is not None,
+            roles=() if self.kl_in_reward is None else ("reference",),
             has_colocated_engines=self.engine.is_colocated,
             replays_experts=self.router_replay,
         )

@@ -158,8 +158,8 @@ def test_the_reference_is_what_the_policy_computed_with_at_first(files: Path) ->
     train(backend, range(2))
     assert torch.equal(backend.logprobs(BATCH, "reference"), before)
     assert not torch.equal(backend.logprobs(BATCH), before)
-    assert backend._reference is not None
-    held = {name: value.dtype for name, value in backend._reference.causal.named_parameters()}
+    assert "reference" in backend._frozen
+    held = {name: value.dtype for name, value in backend._frozen["reference"].causal.named_parameters()}
     assert {name for name, dtype in held.items() if dtype == torch.bfloat16} == narrow_names(backend)
 
 

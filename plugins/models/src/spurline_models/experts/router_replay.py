@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -186,6 +187,11 @@ class ExpertRouting:
         choice = self._to_balance.pop(number, None)
         if choice is not None and self.balance is not None:
             self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
+
+
+def without_routing(batch: TrainingBatch) -> TrainingBatch:
+    """Return the batch without recorded experts, for a model that did not make the rollouts."""
+    return replace(batch, tokens={k: v for k, v in batch.tokens.items() if k != ROUTED_EXPERTS}, on_release=None)
 
 
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:

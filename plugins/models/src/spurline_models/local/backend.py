@@ -24,7 +24,7 @@ from spurline.errors import ConfigError, NonFiniteLossError, RunFailedError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
-from spurline_models.abilities import GenerationModel, check_trained
+from spurline_models.abilities import GenerationModel, check_played, check_trained
 from spurline_models.accumulate import StepSums, accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size
@@ -32,8 +32,9 @@ from spurline_models.configs import check_libraries
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import device_profile, seed_generators
 from spurline_models.experts.router_balance import balance_coefficient
-from spurline_models.experts.router_replay import check_replayed, load_metrics
+from spurline_models.experts.router_replay import check_replayed, load_metrics, without_routing
 from spurline_models.generation import generate_greedily, generation_model, stop_tokens
+from spurline_models.lengths import length_limit
 from spurline_models.loading import check_config
 from spurline_models.local.checkpoint import HostCopies, TrainingState, read_training_state
 from spurline_models.local.configs import LocalBackendConfig
@@ -66,7 +67,7 @@ class LocalBackend:
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.chunk_tokens, config.fuses_logprobs)
         self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
-        self._reference: StreamModel | None = None
+        self._frozen: dict[Role, StreamModel] = {}
         if config.probe:
             check_exactness(self._model, self._profile, run.model.path)
         else:
@@ -140,8 +141,11 @@ class LocalBackend:
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         self._memory.check_here("asked for logprobs")
+        check_played(role, self._run.model)
+        if role in self._run.model.frozen:
+            batch = without_routing(batch)
         with self._playing(role) as model:
-            result = logprobs_of(model, self._streams(batch, ()), batch, temperature, self._profile)
+            result = logprobs_of(model, self._streams(batch, (), model), batch, temperature, self._profile)
         return batch.drop_padding_rows(result)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
@@ -228,7 +232,7 @@ class LocalBackend:
         self._memory.take()
 
     def close(self) -> None:
-        for name in ("_model", "_reference", "_policy", "_critic", "_memory", "_copies"):
+        for name in ("_model", "_frozen", "_policy", "_critic", "_memory", "_copies"):
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
 
@@ -239,16 +243,21 @@ class LocalBackend:
             balance = self._balance / batch.num_trained_segments
         return accumulate_gradients(trained.model, streams, objective, self._profile, balance)
 
-    def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
+    def _streams(
+        self, batch: TrainingBatch, needs: Collection[str], model: StreamModel | None = None
+    ) -> Iterator[tuple[Rows, TokenStream]]:
+        """Yield the streams of a batch for this model, which is the policy by default."""
+        causal = (model or self._model).causal
         columns = [name for name in needs if name != ENTROPY]
         check_columns(batch, columns)
-        check_tokens(batch, vocabulary_size(self._model.causal))
-        check_replayed(batch, self._model.causal.config)
+        check_tokens(batch, vocabulary_size(causal))
+        check_replayed(batch, causal.config)
+        limit = length_limit(causal.config)
         for rows in cut_rows(batch, self._config):
             stream = token_stream(batch, rows, columns, self._profile)
             if stream is not None:
-                if self._length_limit is not None:
-                    self._length_limit.check(stream.plan.max_length)
+                if limit is not None:
+                    limit.check(stream.plan.max_length)
                 yield rows, stream
 
     @cached_property
@@ -265,8 +274,8 @@ class LocalBackend:
     def _device_tensors(self) -> DeviceTensors:
         models = [trained.tensors() for trained in self._trained().values()]
         weights = [tensor for tensors in models for tensor in tensors.weights]
-        if self._reference is not None:
-            weights += [*self._reference.causal.parameters(), *self._reference.causal.buffers()]
+        for frozen in self._frozen.values():
+            weights += [*frozen.causal.parameters(), *frozen.causal.buffers()]
         return DeviceTensors(weights, [tensor for tensors in models for tensor in tensors.state])
 
     def _named_weights(self) -> NamedWeights:
@@ -286,18 +295,17 @@ class LocalBackend:
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
-        if role != "reference":
+        if role in ("policy", "critic"):
             yield self._model_to_train(role).model
-        elif self._config.lora is not None:
+        elif role not in self._run.model.frozen and self._config.lora is not None:
             from spurline_models.adapters.lora import adapters_off
 
             with adapters_off(self._model.causal):
                 yield self._model
         else:
-            if self._reference is None:
-                self._reference = self._placement.load_reference(self._policy.initial_weights)
-                self._reference.read_as(self._model.reading)
-            yield self._reference
+            if role not in self._frozen:
+                self._frozen[role] = self._placement.load_frozen(role, self._policy)
+            yield self._frozen[role]
 
 
 def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDigest]:

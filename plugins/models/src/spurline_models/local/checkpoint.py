@@ -3,8 +3,8 @@
 - model.safetensors: the trained weights or their fp32 masters, and the model's persistent buffers.
 - optimizer.safetensors: the optimizer's state of each parameter.
 - rng.safetensors: the random generators.
-- state.json: the update count, the optimizer's name and numbers, a digest of the frozen weights, and a digest of the
-  weights that the run started from. The frozen weights themselves are not saved.
+- state.json: the update count, the optimizer's name and numbers, a digest of the frozen weights, and digests of the
+  weights that the run started from and of untrained models. The frozen weights themselves are not saved.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from spurline_models.saved_weights import (
     write_facts,
 )
 from spurline_models.weight_files import WeightStream, layout_of, values_of_tensor
+from spurline_models.weights import PinnedWeights
 
 if TYPE_CHECKING:
     from spurline_models.local.trained_model import TrainedModel
@@ -99,7 +100,7 @@ class TrainingState:
             "updates": trained.updates,
             "frozen_weights": trained.frozen_weights,
             "narrow_weights": trained.narrow_names,
-            "initial_weights": trained.initial_weights,
+            **trained.pinned.facts(),
             "optimizer": optimizer.facts(),
             "generators": device_profile.generator_values(),
         }
@@ -186,7 +187,7 @@ def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]
         trained.publish()
         trained.optimization.restore(state)
         trained.updates = int(content["updates"])
-        trained.initial_weights = content["initial_weights"]
+        trained.pinned = PinnedWeights.read(content)
         device_profile.restore_generators(generators, content["generators"])
 
     return put

@@ -8,7 +8,7 @@ from spurline.config.run_config import RunConfig
 from spurline.protocols.optimizer import num_values
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.memory import COMPUTED_BYTES, Shapes, model_shapes
+from spurline_models.memory import COMPUTED_BYTES, Shapes, frozen_shapes, model_shapes
 from spurline_models.optimizers.groups import check_groups
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.placement.quantized_weights import quantized_bytes
@@ -44,8 +44,12 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     kept = {"weights": weights, "optimizer": states[0]}
     if masters:
         kept["masters"] = masters
-    if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
-        kept["reference"] = weights
+    for role, frozen in frozen_shapes(run, config.lora).items():
+        narrow_frozen = config.narrow_weights or (role in run.model.frozen and config.computes_in == "bf16")
+        kept[role] = sum(
+            math.prod(shape) * (_HALF_BYTES if narrow_frozen and name in frozen.narrowable else wide)
+            for name, shape in {**frozen.trained, **frozen.frozen}.items()
+        )
     if run.trained_critic is not None:
         # The critic is as large as the policy. Its gradients are freed before the policy has any.
         kept["critic"] = weights + masters + states[1]

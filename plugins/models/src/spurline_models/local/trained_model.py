@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ModelError, suggestion
+from spurline.protocols.backend import Role
 from spurline_models.device_profile import DeviceProfile
+from spurline_models.frozen import naming_frozen
 from spurline_models.kernels import change_computing
 from spurline_models.loading import load_model
 from spurline_models.local.configs import LocalBackendConfig
@@ -26,8 +28,9 @@ from spurline_models.optimizers.optimization import Optimization, OptimizationRe
 from spurline_models.placement.master_parameters import MasterParameters
 from spurline_models.placement.narrow_weights import base_dtype, narrow_weights, quantize_weights, round_weights
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
+from spurline_models.probe import check_exactness, choose_reading
 from spurline_models.streams.stream_model import StreamModel
-from spurline_models.weights import check_initial_weights, weights_digest
+from spurline_models.weights import PinnedWeights, weights_digest
 
 Masters = dict[str, Tensor]
 """The fp32 values of trained weights that a model holds in bf16, by name."""
@@ -50,8 +53,7 @@ class TrainedModel:
         self.model = model
         self.parameters = parameters
         self.optimization = optimization
-        self.initial_weights = weights_digest(model.causal, weight_dtype)
-        """Digest of the weights that the run started from. A resumed run reads it from the checkpoint."""
+        self.pinned = PinnedWeights(weights_digest(model.causal, weight_dtype))
         self.updates = 0
         self._weight_dtype = weight_dtype
         self._masters = masters
@@ -200,18 +202,27 @@ class WeightPlacement:
         )
         return causal, masters
 
-    def load_reference(self, initial_weights: str) -> StreamModel:
-        """Load a frozen model with the weights that the run started from. Runs with adapters do not need it.
+    def load_frozen(self, role: Role, policy: TrainedModel) -> StreamModel:
+        """Load the model of a role that is not trained.
 
         Raises:
-            CheckpointError: If the digest of the loaded weights is not `initial_weights`.
+            CheckpointError: If its weights are not those that the run used before.
+            ModelError: If it cannot be loaded, or fails in the probe.
         """
-        model, dtype = self._run.model, self._profile.weight_dtype
-        narrow = torch.bfloat16 if self._config.narrow_weights else None
-        with self._profile.keeping_generators():
-            causal = load_model(model, self._profile, self._run.seed, self._make_reference, narrow=narrow)
-        check_initial_weights(weights_digest(causal, dtype), initial_weights, model.path)
-        return StreamModel(causal.requires_grad_(False).eval(), self._config.chunk_tokens, self._config.fuses_logprobs)
+        model, config, profile = self._run.model.playing(role), self._config, self._profile
+        with naming_frozen(self._run.model, role), profile.keeping_generators():
+            narrow = config.narrow_weights or (role in self._run.model.frozen and profile.autocast_dtype is not None)
+            change = partial(self._make_frozen, model=model, narrow=narrow)
+            causal = load_model(model, profile, self._run.seed, change, narrow=torch.bfloat16 if narrow else None)
+            policy.pinned.check(role, weights_digest(causal, profile.weight_dtype), self._run.model)
+            frozen = StreamModel(causal.requires_grad_(False).eval(), config.chunk_tokens, config.fuses_logprobs)
+            if role not in self._run.model.frozen:
+                frozen.read_as(policy.model.reading)
+            elif config.probe:
+                check_exactness(frozen, profile, model.path)
+            else:
+                choose_reading(frozen, profile)
+        return frozen
 
     def train(self, model: StreamModel, optimization: OptimizationRecipe, masters: Masters) -> TrainedModel:
         """Combine a model from `load_trainable` with an optimizer."""
@@ -236,7 +247,7 @@ class WeightPlacement:
         return dtype if dtype.itemsize < self._profile.weight_dtype.itemsize else None
 
     def _make_trainable(self, causal: PreTrainedModel, masters: Masters) -> None:
-        self._change_computing(causal)
+        self._change_computing(causal, self._run.model)
         freeze_parameters(causal, self._run.model.freeze)
         wide, lora = self._profile.weight_dtype, self._config.lora
         if self._config.narrow_weights:
@@ -258,10 +269,10 @@ class WeightPlacement:
         if dtype is not None:
             narrow_weights(causal, dtype, wide)
 
-    def _make_reference(self, causal: PreTrainedModel) -> None:
-        self._change_computing(causal)
-        if self._config.narrow_weights:
+    def _make_frozen(self, causal: PreTrainedModel, model: ModelConfig, narrow: bool) -> None:
+        self._change_computing(causal, model)
+        if narrow:
             narrow_weights(causal, torch.bfloat16, self._profile.weight_dtype, also_trained=True)
 
-    def _change_computing(self, causal: PreTrainedModel) -> None:
-        change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)
+    def _change_computing(self, causal: PreTrainedModel, model: ModelConfig) -> None:
+        change_computing(causal, model, self._config.kernels, self._config.fp8, self._profile)

@@ -43,8 +43,8 @@ class PolicyLossConfig(LossConfig):
     """Report `policy/entropy` even without a bonus. This costs a second pass over the logits."""
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl.coefficient > 0
+    def roles(self) -> frozenset[str]:
+        return frozenset({"reference"} if self.kl.coefficient > 0 else ())
 
 
 class PolicyGradientConfig(PolicyLossConfig):

@@ -21,13 +21,13 @@ from spurline_rl.training_configs import ByPromptConfig
 
 
 def backend_run(
-    model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...] = (), *, critic: bool = False
+    model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...] = (), *, critic: bool = False, **of_model: Any
 ) -> LoadedConfig:
-    """Return the config of a run that has no data and this `backend` section."""
+    """Return the config of a run that has no data and this `backend` section. `of_model` are fields of `model`."""
     loaded = load_config(
         {
             "plugins": list(plugins),
-            "model": {"path": str(model)},
+            "model": {"path": str(model), **of_model},
             "data": {"train": "unused.jsonl"},
             "steps": 8,
             "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1},
