@@ -64,6 +64,16 @@ class TestPreference(SourceContract):
         ]
 
 
+class TestLabels(SourceContract):
+    source_settings: ClassVar[dict[str, Any]] = {"name": "labels", "reference": "precompute"}
+    run_settings: ClassVar[dict[str, Any]] = {"batch_size": 4}
+
+    def rows(self, word: str = "say") -> list[dict[str, Any]]:
+        return [
+            {"prompt": f"{word} {number}:", "completion": f" {number}", "label": number % 3 > 0} for number in range(24)
+        ]
+
+
 ROLLOUTS: dict[str, Any] = {
     "prompts_per_step": 4,
     "samples_per_prompt": 2,

@@ -39,12 +39,14 @@ def test_training_tells_chosen_from_rejected_answers_it_has_not_seen(preference_
     first, *_, last = run.lines
     # Before the first update the model is its own reference.
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert abs(first["dpo/margin"]) < 1e-3
+    assert abs(first["preference/margin"]) < 1e-3
     assert last["loss"] < 0.6
     assert last["eval/loss"] < 0.6
-    assert last["eval/dpo/accuracy"] > 0.9
-    assert last["dpo/chosen_reward"] - last["dpo/rejected_reward"] == pytest.approx(last["dpo/margin"], abs=1e-6)
-    assert [line["step"] for line in run.lines if "eval/dpo/accuracy" in line] == [3, 6]
+    assert last["eval/preference/accuracy"] > 0.9
+    assert last["preference/chosen_reward"] - last["preference/rejected_reward"] == pytest.approx(
+        last["preference/margin"], abs=1e-6
+    )
+    assert [line["step"] for line in run.lines if "eval/preference/accuracy" in line] == [3, 6]
     sample = read_json_lines(run.run_dir / "eval_samples.jsonl")[0]
     assert sorted(sample["reference"]) == list(sample["reference"])
 
@@ -106,7 +108,7 @@ def test_pairs_given_to_the_sft_source_are_recognised(preference_config: Config)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "cross_entropy"}, "would train on rejected answers"),
+        ({"loss": "cross_entropy"}, "would train on bad answers"),
         ({"source": "sft", "loss": "dpo"}, "Set source: preference"),
         ({"loss": {"name": "dpo", "label_smoothing": 0.1, "loss_type": "ipo"}}, "label_smoothing is 0.1"),
         ({"backend": {"name": "local", "lora": {"dropout": 0.1}}}, "backend.lora.dropout is 0.1"),

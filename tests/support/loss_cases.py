@@ -15,8 +15,9 @@ from torch import Tensor
 from spurline.data.batch import TrainingBatch
 from spurline.plugins.host import PluginHost
 from spurline.protocols.backend import Backend
-from spurline.protocols.loss import Objective
+from spurline.protocols.loss import Loss, Objective
 from spurline.update.reduction import REDUCTIONS, fixed_norm, reduce_corrected
+from spurline.update.update import with_prepared
 from spurline_rl.losses.corrections import compare
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
@@ -26,6 +27,10 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {},
     "dft": {},
     "dpo": {"beta": 0.5, "label_smoothing": 0.1, "sft_weight": 0.3},
+    "simpo": {},
+    "cpo": {},
+    "orpo": {"beta": 0.5},
+    "kto": {"beta": 0.5, "undesirable_weight": 1.3},
     "policy_gradient": {"importance_ratio": True},
     "ppo": {"dual_clip": 3.0, **EXTRAS},
     "gspo": {"clip_low": 0.1, "clip_high": 0.1},
@@ -59,7 +64,9 @@ def batch_for_all(local: Backend) -> TrainingBatch:
     advantages = torch.randn(batch.num_rows, 1, generator=generator).expand(-1, batch.length)
     sign = torch.tensor([1, -1] * (batch.num_rows // 2))
     pair_ids = ((torch.tensor(pairs) + 1) * sign)[:, None].expand(-1, batch.length)
-    return batch.with_tokens(**others, **reference, advantages=advantages, returns=noise(1.0), pair_ids=pair_ids)
+    labels = torch.tensor([1, -1, -1, 0, 1, 0, 1, -1, 0, 1])[:, None].expand(-1, batch.length)
+    columns = {**others, **reference, "advantages": advantages, "returns": noise(1.0)}
+    return batch.with_tokens(**columns, pair_ids=pair_ids, labels=labels)
 
 
 class LossGradients:
@@ -74,26 +81,28 @@ class LossGradients:
         """This loss, with every reduction and correction it goes with."""
         loss = REGISTRY.create("loss", REGISTRY.get("loss", name).config.model_validate({"name": name, **LOSSES[name]}))
         for reduction, correction in _cases(name, loss.config.trains_on):
-            weighted, normalizer = self._reduced(reduction, correction)
-            objective = Objective(loss, normalizer, 0.8)
             case = (name, reduction, correction)
             if case not in self._wanted:
-                self._wanted[case] = dict(self._local.gradients(weighted, objective))
-            assert_gradients_close(backend.gradients(weighted, objective), self._wanted[case], 1e-5)
+                self._wanted[case] = self._gradients(self._local, loss, reduction, correction)
+            assert_gradients_close(self._gradients(backend, loss, reduction, correction), self._wanted[case], 1e-5)
 
-    def _reduced(self, reduction: str, correction: str) -> tuple[TrainingBatch, float]:
+    def _gradients(self, backend: Backend, loss: Loss, reduction: str, correction: str) -> dict[str, Tensor]:
+        weighted, normalizer = self._reduced(with_prepared(self.batch, loss, backend, 0.8), reduction, correction)
+        return dict(backend.gradients(weighted, Objective(loss, normalizer, 0.8)))
+
+    def _reduced(self, batch: TrainingBatch, reduction: str, correction: str) -> tuple[TrainingBatch, float]:
         if correction == "none":
-            return REDUCE[reduction](self.batch)
+            return REDUCE[reduction](batch)
         config = REGISTRY.get("correction", correction).config
         made = REGISTRY.create("correction", config.model_validate({"name": correction, **CORRECTIONS[correction]}))
-        factors = compare(self.batch, made)[0].tokens["correction_factors"]
+        factors = compare(batch, made)[0].tokens["correction_factors"]
         assert not bool((factors == 1).all()), f"{correction} corrects nothing here"
-        return reduce_corrected(self.batch, factors, REDUCE[reduction])
+        return reduce_corrected(batch, factors, REDUCE[reduction])
 
 
 def _cases(name: str, trains_on: str) -> Iterator[tuple[str, str]]:
-    # A correction may reject one answer of a pair. No source has both.
-    corrections = ["none", *CORRECTIONS] if trains_on != "pairs" else ["none"]
+    # A correction may reject one answer of a pair. No source has both of them, or labels and corrections.
+    corrections = ["none", *CORRECTIONS] if trains_on not in ("pairs", "labels") else ["none"]
     for reduction, correction in product(REDUCE, corrections):
         # Ranks see both as weights. In short runs one loss has all of them, each with the usual one of the other.
         unusual = (reduction != "token_mean") + (correction != "none")

@@ -94,7 +94,7 @@ def test_a_terminal_shows_a_bar_with_loss_and_evaluations_above_it(width: int) -
 
 
 def test_a_step_of_pairs_reads_accuracy_and_margin_beside_the_loss() -> None:
-    (line,) = plain_lines(metrics(1, **{"dpo/accuracy": 0.625, "dpo/margin": -0.0315}))
+    (line,) = plain_lines(metrics(1, **{"preference/accuracy": 0.625, "preference/margin": -0.0315}))
     assert line.startswith("step 1/200  loss 2.000  accuracy 62%  margin -0.032  12.3k tokens/s")
 
 

@@ -28,7 +28,8 @@ from spurline.data.token_store import Tokenized
 from spurline.errors import DataError
 from spurline_collation_fast.cache import entry, folder
 from spurline_collation_fast.cache.entry import EntryWriter
-from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder, remove
+from spurline_collation_fast.cache.folder import TokenCache, remove
+from spurline_collation_fast.configs import default_cache_folder
 
 KEY = make_key()
 CHUNKS = 60

@@ -19,9 +19,9 @@ from spurline_preference.panel import PreferencePanel
 def dpo_run() -> RunRecord:
     """Twelve steps, evaluated on held-out pairs thrice."""
     names = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
-    lines = [{"step": step} | {f"dpo/{name}": step / 20 for name in names} for step in range(1, 13)]
+    lines = [{"step": step} | {f"preference/{name}": step / 20 for name in names} for step in range(1, 13)]
     for line in lines[3::4]:
-        line |= {f"eval/dpo/{name}": line["step"] / 30 for name in names} | {"eval/right": 0.5}
+        line |= {f"eval/preference/{name}": line["step"] / 30 for name in names} | {"eval/right": 0.5}
     return RunRecord(Path("/nonexistent"), lines, {})
 
 
@@ -39,7 +39,7 @@ def test_accuracy_of_training_and_held_out_pairs_stand_on_one_axis_of_percent(dp
     accuracy, *_ = figures(PreferencePanel, dpo_run)
     drawn = traces([accuracy])
     assert drawn["accuracy"]["x"] == list(range(1, 13))
-    assert drawn["accuracy (held out)"]["y"] == pytest.approx(dpo_run.series("eval/dpo/accuracy")[1], rel=1e-5)
+    assert drawn["accuracy (held out)"]["y"] == pytest.approx(dpo_run.series("eval/preference/accuracy")[1], rel=1e-5)
     assert drawn["accuracy (held out)"]["x"] == [4, 8, 12]
     assert accuracy["layout"]["yaxis"]["tickformat"] == ".0%"
     assert drawn["chance"]["y"] == [0.5, 0.5]
@@ -56,14 +56,14 @@ def test_margins_rewards_and_likelihoods_are_numbers_and_no_percent(dpo_run: Run
         assert "tickformat" not in plot["layout"]["yaxis"]
         assert all("%}" not in trace["hovertemplate"] for trace in plot["data"] if trace["hovertemplate"])
     drawn = traces(others)
-    assert drawn["margin (held out)"]["y"] == pytest.approx(dpo_run.series("eval/dpo/margin")[1], rel=1e-5)
+    assert drawn["margin (held out)"]["y"] == pytest.approx(dpo_run.series("eval/preference/margin")[1], rel=1e-5)
     assert {"chosen", "rejected", "chosen (held out)", "rejected (held out)"} <= drawn.keys()
 
 
 def test_no_headline_number_shows_a_margin_or_reward_as_percent(dpo_run: RunRecord) -> None:
     shares, others = evaluation_scores(dpo_run)
-    assert shares == ["eval/dpo/accuracy", "eval/right"]
-    assert "eval/dpo/margin" in others
+    assert shares == ["eval/preference/accuracy", "eval/right"]
+    assert "eval/preference/margin" in others
 
 
 def test_other_runs_have_no_such_panel() -> None:

@@ -24,7 +24,9 @@ _TABLE = {
         schedule/cosine schedule/wsd backend/local loss/cross_entropy loss/dft evaluation/loss
         command/export command/generate
     """,
-    "preference": "source/preference loss/dpo report_panel/preference",
+    "preference": """
+        source/preference source/labels loss/dpo loss/simpo loss/cpo loss/orpo loss/kto report_panel/preference
+    """,
     "rl": """
         source/rollouts collator/rollouts order/reward_adaptive evaluation/answers evaluation/rollouts
         minibatches/by_prompt loss/policy_gradient loss/ppo loss/gspo loss/cispo loss/sapo loss/value correction/tis

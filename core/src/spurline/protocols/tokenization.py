@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
@@ -19,6 +20,11 @@ class TokenizationConfig(ComponentConfig):
     """Settings of a tokenization."""
 
     kind: ClassVar[str] = "tokenization"
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """Return the folder in which tokens are kept for later runs, or None if they are not kept."""
+        return None
 
     def load_tokenizer(self, model: Any) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the run.

@@ -177,7 +177,8 @@ class _WhileItCanBeWritten:
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[str]:
     if "reward/mean" not in metrics:
-        shown = {"loss": "loss {:.3f}", "dpo/accuracy": "accuracy {:.0%}", "dpo/margin": "margin {:.3f}"}
+        pairs = {"preference/accuracy": "accuracy {:.0%}", "preference/margin": "margin {:.3f}"}
+        shown = {"loss": "loss {:.3f}", **pairs}
         return [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
     fields = [f"reward {metrics['reward/mean']:.3f}"]
     if "staleness/mean" in metrics:

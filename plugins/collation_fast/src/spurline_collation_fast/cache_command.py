@@ -125,7 +125,7 @@ def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tupl
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    from spurline_collation_fast.cache.folder import default_cache_folder
+    from spurline_collation_fast.configs import default_cache_folder
 
     return cache_dir.expanduser() if cache_dir is not None else default_cache_folder()
 

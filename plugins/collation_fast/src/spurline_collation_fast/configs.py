@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -13,6 +15,11 @@ from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_text.configs import TextTokenizationConfig
+
+
+def default_cache_folder() -> Path:
+    """Return SPURLINE_CACHE, else ~/.cache/spurline/tokens. Raises RuntimeError if there is no home directory."""
+    return Path(os.environ.get("SPURLINE_CACHE") or "~/.cache/spurline/tokens").expanduser()
 
 
 class FastPaddedCollatorConfig(PaddedCollatorConfig):
@@ -42,6 +49,14 @@ class ParallelTokenizationConfig(TextTokenizationConfig):
     """Tokenize again even if the cache has the tokens, and replace them there."""
     disable_cache: Annotated[bool, OnResume.FREE] = False
     """Neither read nor write the cache. Tokens stay in memory."""
+
+    @property
+    def cache_folder(self) -> Path | None:
+        if self.disable_cache:
+            return None
+        with suppress(RuntimeError):
+            return (self.cache_dir or default_cache_folder()).expanduser()
+        return None
 
 
 class AsyncPrefetchConfig(PrefetchConfig):

@@ -9,8 +9,8 @@ from spurline_insight.report.markup import Panel, block, caption, columns
 from spurline_insight.report.record import evaluations_of
 from spurline_insight.report_panel import RunRecord
 
-_REWARDS = {"dpo/chosen_reward": "chosen", "dpo/rejected_reward": "rejected"}
-_LIKELIHOODS = {"dpo/chosen_logprob": "chosen", "dpo/rejected_logprob": "rejected"}
+_REWARDS = {"preference/chosen_reward": "chosen", "preference/rejected_reward": "rejected"}
+_LIKELIHOODS = {"preference/chosen_logprob": "chosen", "preference/rejected_logprob": "rejected"}
 _COLORS = ("--series-2", "--series-6", "--series-3", "--series-5")
 
 
@@ -21,18 +21,18 @@ class PreferencePanel(Panel):
     order = 130
 
     def render(self, record: RunRecord) -> str | None:
-        steps, margins = record.series("dpo/margin")
+        steps, margins = record.series("preference/margin")
         if not steps:
             return None
         share: dict[str, Any] = {"tickformat": ".0%", "range": [-0.02, 1.02]}
         plots = [
-            _plot(record, {"dpo/accuracy": "accuracy"}, "Pairs in the right order", chance=0.5, **share),
-            _plot(record, {"dpo/margin": "margin"}, "Margin between the answers"),
+            _plot(record, {"preference/accuracy": "accuracy"}, "Pairs in the right order", chance=0.5, **share),
+            _plot(record, {"preference/margin": "margin"}, "Margin between the answers"),
             _plot(record, _REWARDS, "Reward (beta x log-ratio)"),
             _plot(record, _LIKELIHOODS, "Log-probability per token"),
         ]
         head = f"Margin {margins[-1]:.4g} at step {steps[-1]:,}"
-        _, accuracies = record.series("dpo/accuracy")
+        _, accuracies = record.series("preference/accuracy")
         if accuracies:
             head += f"; {accuracies[-1]:.1%} of this step's training pairs are in the right order"
         return block(caption(head), columns(*(plot for plot in plots if plot)), wide=True)

@@ -117,7 +117,7 @@ def plain_text_notes(
         is_chosen = config.format != "auto" or "instruction" in config.columns
         if tokenizer.chat_template is None or is_chosen or not is_plain or "messages" in view:
             continue
-        output = f", output: {view.label(answer)}" if answer == "completion" else ""
+        output = f", output: {view.label(answer)}" if answer == "completion" and "label" not in view else ""
         notes.append(
             f"{dataset.label}: '{view.label('prompt')}' is plain text that the model continues, although the model has "
             f"a chat template. Set `columns: {{instruction: {view.label('prompt')}{output}}}` to make it a turn of the "

@@ -34,11 +34,6 @@ _ATTEMPTS = 5
 """Attempts to commit an entry while other processes commit or remove the same entry."""
 
 
-def default_cache_folder() -> Path:
-    """Return SPURLINE_CACHE, else ~/.cache/spurline/tokens. Raises RuntimeError if there is no home directory."""
-    return Path(os.environ.get("SPURLINE_CACHE") or "~/.cache/spurline/tokens").expanduser()
-
-
 class TokenCache:
     """Entries in one folder, each in a subfolder named by its key. `notes` are lines to show to the user."""
 

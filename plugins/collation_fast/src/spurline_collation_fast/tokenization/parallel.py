@@ -20,9 +20,9 @@ from spurline.config.run_config import DataConfig
 from spurline.data.token_store import SampleBlock, Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
+from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.cache.key import cache_key, prints_date
-from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast.configs import ParallelTokenizationConfig, default_cache_folder
 from spurline_collation_fast.tokenization.blocks import (
     BlockEncoder,
     UnsharableDataError,

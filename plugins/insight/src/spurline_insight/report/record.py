@@ -55,8 +55,8 @@ GIVEN_UP = "failed"
 """Name of the evaluation metric that counts the prompts given up."""
 REWARD = "reward/mean"
 """Name of a metric that every step of reinforcement learning records, and no step of other training."""
-OF_PAIRS = "dpo/"
-"""Prefix of the metrics of preference pairs."""
+OF_PAIRS = "preference/"
+"""Prefix of the metrics of better and worse answers."""
 
 
 def setting(config: Any, *keys: str) -> Any:

@@ -70,7 +70,7 @@ def require_text(text: str, row: Mapping[str, Any]) -> None:
 
 EXPECTED_COLUMNS = (
     *("messages", "conversations", "system", "tools", "text", "instruction", "input", "output"),
-    *("prompt", "completion", "chosen", "rejected", "reference", "input_ids", "loss_mask", "labels"),
+    *("prompt", "completion", "chosen", "rejected", "label", "reference", "input_ids", "loss_mask", "labels"),
 )
 """All column names that formats read."""
 

@@ -27,9 +27,10 @@ from spurline.testing.samples import check_batch
 from spurline.update.reduction import REDUCTIONS
 from spurline_models.dealing import deal
 from spurline_models.local.backend import LocalBackend
-from spurline_preference.configs import DpoConfig
+from spurline_preference.configs import DpoConfig, OrpoConfig, SimpoConfig
 from spurline_preference.dpo import Dpo
-from spurline_preference.source import join_pairs, split_pairs
+from spurline_preference.pair_layout import join_pairs, split_pairs
+from spurline_preference.reference_free import Orpo, Simpo
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
@@ -39,6 +40,9 @@ LOSSES = {
     "ipo": Dpo(DpoConfig(beta=0.5, loss_type="ipo")),
     # A small beta keeps pairs away from the corner, where rounding would decide whether there is a gradient.
     "hinge": Dpo(DpoConfig(beta=0.05, loss_type="hinge")),
+    "robust": Dpo(DpoConfig(beta=0.5, loss_type="robust", label_smoothing=0.2)),
+    "simpo": Simpo(SimpoConfig()),
+    "orpo": Orpo(OrpoConfig(beta=0.5)),
 }
 
 
