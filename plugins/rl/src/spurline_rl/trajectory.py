@@ -41,9 +41,9 @@ class Turn:
         versions: int32 [A], the version of the weights that wrote each token, or None.
         loss_mask: uint8 [A], 0 for response tokens that are not trained on.
         rewards: float32 [A] or None.
-        support: int32 [A, K], ids of the tokens among which each token was sampled, padded with -1, or None.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.
         engines: Names of the engines that generated the tokens, in order; empty if they are unknown.
+        support: int32 [A, K], ids of the tokens among which each token was sampled, padded with -1, or None.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -52,10 +52,10 @@ class Turn:
     logprobs: NDArray[np.float32] | None = None
     versions: NDArray[np.int32] | None = None
     rewards: NDArray[np.float32] | None = None
-    support: NDArray[np.int32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     finish_reason: FinishReason = "stop"
     engines: tuple[str, ...] = ()
+    support: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         fields = self.__dict__

@@ -153,20 +153,20 @@ class GenerationResult:
         logprobs: float32 [A], logprobs after temperature, top-p and top-k.
         versions: int32 [A], the version of the weights that generated each token.
         finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
-        support: int32 [A, support_width], ids of the tokens that top_p and top_k kept for each token, padded with -1.
-            If more were kept, all are -1, and the token is not trained on. None if the request asks for none.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
             token that was not computed, such as the last token. None if the run does not ask for them.
         engines: Names of the engines that generated the tokens, in order, such as `engine 0 (process 4711)`.
+        support: int32 [A, support_width], ids of the tokens that top_p and top_k kept for each token, padded with -1.
+            If more were kept, all are -1, and the token is not trained on. None if the request asks for none.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     finish_reason: FinishReason
-    support: NDArray[np.int32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     engines: tuple[str, ...] = ()
+    support: NDArray[np.int32] | None = None
 
 
 class RolloutEngine(Protocol):

@@ -6,7 +6,7 @@ Data flow: GenerationRequest -> Response, which collects tokens -> GenerationRes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,17 +24,17 @@ class Written(NamedTuple):
 
     Attributes:
         finish_reason: None until the response has ended.
-        support: A row for each token, or nothing.
         routed_experts: int16 [tokens, layers, top_k], the experts of the tokens computed since the last call. The first
             call includes the tokens of the prompt.
+        support: A row for each token, or nothing.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason | None
-    support: list[NDArray[np.int32]] = []
     routed_experts: NDArray[np.int16] | None = None
+    support: Sequence[NDArray[np.int32]] = ()
 
 
 class ExpertRecord:
@@ -166,7 +166,7 @@ class Response:
             experts = self.experts.since(self._num_experts_handed_on)
             self._num_experts_handed_on = len(self.experts)
             new = (column[start:] for column in (self.tokens, self.logprobs, self.versions))
-            self.on_tokens(Written(*new, self.finish_reason, self.support[start:], experts))
+            self.on_tokens(Written(*new, self.finish_reason, experts, self.support[start:]))
 
     def result(self) -> GenerationResult:
         """Return the result. Raises DataError if the request was refused."""
