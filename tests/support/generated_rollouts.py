@@ -53,6 +53,7 @@ def batch_of(requests: Sequence[GenerationRequest], results: Sequence[Generation
             result.token_ids,
             np.ones(len(result.token_ids), np.uint8),
             logprobs=result.logprobs,
+            support=result.support,
             routed_experts=result.routed_experts,
         )
         uid = f"prompt-{number}"

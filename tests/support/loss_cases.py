@@ -1,4 +1,4 @@
-"""Every loss of core with every reduction and correction, on one batch that has all columns any of them reads."""
+"""Every loss with every reduction and correction, on one batch that has all columns any of them reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spurline.update.update import with_prepared
 from spurline_rl.losses.corrections import compare
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
-REGISTRY = PluginHost.load([]).registry
+REGISTRY = PluginHost.load(["objectives"]).registry
 EXTRAS: dict[str, Any] = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.05}
 LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {},
@@ -37,6 +37,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"clip_high": 0.3},
     "sapo": EXTRAS,
     "value": {},
+    "dppo": {"divergence": "kl", "threshold_low": 0.005, "threshold_high": 0.005, **EXTRAS},
+    "ppo_per_row": {},
+    "ppo_entropy_target": {},
 }
 REDUCE = {**REDUCTIONS, "fixed_norm": fixed_norm(16)}
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -44,6 +47,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "mis": {"low": 0.7, "high": 1.5},
     "geometric_rejection": {"low": 0.9, "high": 1.1},
     "sequence_rejection": {"low": 0.5, "high": 2.0},
+    "kpop": {"threshold": 0.005},
 }
 
 
@@ -65,7 +69,9 @@ def batch_for_all(local: Backend) -> TrainingBatch:
     sign = torch.tensor([1, -1] * (batch.num_rows // 2))
     pair_ids = ((torch.tensor(pairs) + 1) * sign)[:, None].expand(-1, batch.length)
     labels = torch.tensor([1, -1, -1, 0, 1, 0, 1, -1, 0, 1])[:, None].expand(-1, batch.length)
-    columns = {**others, **reference, "advantages": advantages, "returns": noise(1.0)}
+    bounds = torch.rand(3, batch.num_rows, 1, generator=generator).expand(-1, -1, batch.length)
+    of_rows = dict(zip(("clip_low", "clip_high", "entropy_coefficients"), 0.3 * bounds, strict=True))
+    columns = {**others, **reference, **of_rows, "advantages": advantages, "returns": noise(1.0)}
     return batch.with_tokens(**columns, pair_ids=pair_ids, labels=labels)
 
 

@@ -24,7 +24,7 @@ from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
-PLUGINS = ("fsdp_backend", "megatron_backend")
+PLUGINS = ("fsdp_backend", "megatron_backend", "objectives")
 LOCAL = {"name": "models/local", "device": "cpu"}
 fsdp, megatron, soak = fsdp_layouts.on, megatron_layouts.on, pytest.mark.slow
 Pair = tuple[Backend, Backend, ParallelLayout]
@@ -60,7 +60,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(tiny: Path) -> Iterator[LossGradients]:
-    with opened(backend_run(tiny, {**LOCAL, "probe": False})) as (backend, _):
+    with opened(backend_run(tiny, {**LOCAL, "probe": False}, PLUGINS)) as (backend, _):
         yield LossGradients(backend)
 
 

@@ -101,20 +101,24 @@ class Gate:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize(("temperature", "deterministic"), [(1.0, False), (0.6, False), (1.7, True)])
+@pytest.mark.parametrize(
+    ("temperature", "deterministic", "cuts"),
+    [(1.0, False, {}), (0.6, False, {"top_k": 40, "top_p": 0.9}), (1.7, True, {"top_k": 4})],
+)
 def test_rollout_logprobs_equal_the_trainers(
-    spurline_tiny_model: Path, temperature: float, deterministic: bool
+    spurline_tiny_model: Path, temperature: float, deterministic: bool, cuts: dict[str, float]
 ) -> None:
     backend = make_backend(spurline_tiny_model)
     engine = in_process_engine(spurline_tiny_model, deterministic=deterministic)
     engine.share(backend)
     requests = [
-        request(prompt, seed=seed, max_new_tokens=30, temperature=temperature)
+        request(prompt, seed=seed, max_new_tokens=30, temperature=temperature, support_width=60 if cuts else 0, **cuts)
         for seed in range(4)
         for prompt in PROMPTS
     ]
     results = generate(engine, requests)
     batch = batch_of(requests, results)
+    assert ("support" in batch.tokens) == bool(cuts)
     assert int((batch.tokens["loss_weights"] != 0).sum()) == sum(len(result.token_ids) for result in results)
     assert largest_mismatch(backend, batch, temperature) <= 1e-5
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -57,7 +59,12 @@ def test_every_token_has_the_logprob_of_the_distribution_and_is_drawn_as_often(s
         draws = 4096
         # Evenly spaced random numbers hit each token in proportion to its probability, up to one draw at each edge.
         points = [(number + 0.5) / draws for number in range(draws)]
-        drawn = sample(logits.expand(draws, -1), [setting] * draws, points)
+        width = setting.top_k + 2
+        drawn = sample(logits.expand(draws, -1), [replace(setting, support_width=width)] * draws, points)
+        kept = np.flatnonzero(expected).tolist()
+        # Where more tokens were kept than there are columns, none is reported.
+        kept = [-1] * width if len(kept) > width else kept + [-1] * (width - len(kept))
+        assert all(row is not None and sorted(row.tolist()) == sorted(kept) for row in drawn.supports)
         counts = np.bincount(drawn.tokens, minlength=23)
         assert np.abs(counts - draws * expected).max() <= 1.01
         assert not counts[expected == 0].any()

@@ -23,7 +23,7 @@ from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import RESPONSE_FIELDS, FlatTurns, Group, Trajectory, Turn, in_one_block, merge_turns
 
-_LACKED = ("logprobs", "versions", "rewards", "routed_experts")
+_LACKED = ("logprobs", "versions", "rewards", "support", "routed_experts")
 shapes = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=3), min_size=1, max_size=5
 )

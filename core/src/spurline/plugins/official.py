@@ -56,6 +56,7 @@ _TABLE = {
         weight_sync/cuda_ipc weight_sync/vllm_native report_panel/rollout_timeline command/simulate
     """,
     "agents": "environment/harness",
+    "objectives": "loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop",
     "fsdp_backend": "backend/fsdp",
     "megatron_backend": "backend/megatron",
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spurline.config.run_config import RunConfig
-from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
+from spurline.data.batch import ROUTED_EXPERTS, SUPPORT, TrainingBatch
 from spurline.digests import FileDigest
 from spurline.errors import ModelError, NonFiniteLossError
 from spurline.plugins.registry import Registry
@@ -172,7 +172,7 @@ class RankBackend:
         return deal(
             batch,
             self._config.layout().data,
-            columns=[*columns, *(name for name in (ROUTED_EXPERTS,) if name in batch.tokens)],
+            columns=[*columns, *(name for name in (ROUTED_EXPERTS, SUPPORT) if name in batch.tokens)],
             max_tokens=self._config.max_tokens_per_microbatch,
             hidden=text.hidden_size,
         )

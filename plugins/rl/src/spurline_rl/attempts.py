@@ -95,13 +95,12 @@ class Attempts:
     def _make_runner(self, given_up: GivenUpPrompts, held_out: HeldOutConfig | None = None) -> GroupRunner:
         """Make a runner for training, or for held-out attempts, which are sampled without top_p and top_k."""
         config, trains = self._config, held_out is None
-        sampling = Sampling(**config.sampling.model_dump(exclude={"allow_truncated"}))
+        sampling = Sampling(**config.sampling.model_dump(), support_width=config.sampling.support_width)
         if held_out is not None:
-            sampling = replace(sampling, temperature=held_out.temperature, top_p=1.0, top_k=0)
-        any_distribution = not trains or config.sampling.allow_truncated
+            sampling = replace(sampling, temperature=held_out.temperature, top_p=1.0, top_k=0, support_width=0)
         return GroupRunner(
             self._environment,
-            partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=any_distribution),
+            partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=not trains),
             partial(self._score, punishes_length=trains),
             given_up,
             samples_per_prompt=(held_out or config).samples_per_prompt,

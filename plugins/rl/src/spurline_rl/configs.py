@@ -32,27 +32,27 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Engines and the trainer divide logits by this number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample only from the likeliest tokens with this total probability. A value below 1 needs `allow_truncated`."""
+    """Sample only from the likeliest tokens with this total probability. A value below 1 needs `top_k`."""
     top_k: int = Field(default=0, ge=0)
-    """Sample only from this many of the likeliest tokens; 0 means all. A value above 0 needs `allow_truncated`."""
-    allow_truncated: bool = False
-    """Allow top_p and top_k, although the trainer computes logprobs over all tokens."""
+    """Sample only from this many of the likeliest tokens; 0 means all. Engines report the tokens that `top_k` and
+    `top_p` kept, 4 x (top_k + 16) bytes per token. The trainer computes logprobs over the same tokens."""
     max_new_tokens: int = Field(default=1024, gt=0)
     """Largest number of tokens in the response of one turn."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the model's own end tokens."""
 
     @property
-    def cuts(self) -> Mapping[str, float]:
-        """Return the settings that exclude tokens from sampling, each with the value that would exclude none."""
-        return {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off}
+    def support_width(self) -> int:
+        """Return the number of columns of `support` in rollouts; 0 if no token is cut off."""
+        # Engines keep all tokens whose logits equal that of the last of `top_k`. In half precision this is frequent.
+        return self.top_k + 16 if self.top_k else 0
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        for name, off in self.cuts.items() if not self.allow_truncated else ():
+        if self.top_p < 1 and not self.top_k:
             yield Problem(
-                name,
-                "cuts tokens off while sampling. The trainer computes logprobs over all tokens, so importance ratios "
-                f"would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
+                "top_p",
+                f"is {self.top_p:g}, which may keep any number of tokens, and training needs to know all of them. Set "
+                "top_k, which bounds this number, as in top_k: 64, or set top_p: 1.",
             )
 
 
@@ -218,12 +218,6 @@ class PromptSourceConfig(SourceConfig):
             yield Problem(
                 "max_draws_per_step",
                 f"is {self.max_draws_per_step}, fewer than prompts_per_step: {self.prompts_per_step}. Raise it.",
-            )
-        if self.correction is not None and self.sampling.cuts:
-            yield Problem(
-                "correction",
-                f"is {self.correction.name}, but sampling.{next(iter(self.sampling.cuts))} raises the engine's "
-                "logprobs, so every ratio would be too small. Remove one of the two.",
             )
 
     def _reward_problems(self, run: RunConfig) -> Iterable[Problem]:

@@ -42,8 +42,8 @@ class EnginePolicy:
     Attributes:
         sampling: Sampling settings of a turn, unless the environment passes others to `generate`.
         attempt: Number of failed attempts at this task.
-        any_distribution: Whether turns may use a different temperature, top_p or top_k from `sampling`. If so, training
-            on them is biased, because the trainer computes all logprobs with the settings of the run.
+        any_distribution: Whether turns may use a different temperature, top_p or top_k from `sampling`. Such turns are
+            not trained on, because the trainer computes all logprobs with the settings of the run.
     """
 
     engine: RolloutEngine
@@ -81,16 +81,18 @@ class EnginePolicy:
             name=f"{task.uid} sample {task.sample} turn {number}{retry}",
         )
         result = await self.engine.generate(request)
-        length = len(result.token_ids)
+        length, support = len(result.token_ids), result.support
         assert len(result.logprobs) == len(result.versions) == length, (
             f"the arrays of the engine's answer to {request.name} differ in length"
         )
         self._finished[number] = Turn(
             prompt_ids=np.array(request.prompt_ids, np.int32),
             response_ids=result.token_ids,
-            loss_mask=np.ones(length, dtype=np.uint8),
+            # Without its support, a token's logprob cannot be computed.
+            loss_mask=np.ones(length, np.uint8) if support is None else (support[:, 0] >= 0).astype(np.uint8),
             logprobs=result.logprobs,
             versions=result.versions,
+            support=support,
             routed_experts=result.routed_experts,
             finish_reason=result.finish_reason,
             engines=result.engines,
@@ -105,8 +107,7 @@ class EnginePolicy:
             raise PluginError(
                 f"{self.task.location}: the environment samples a turn with {asked}, but the run trains with {own}, "
                 "so importance ratios would be wrong. Change other fields only, as in dataclasses.replace("
-                "policy.sampling, max_new_tokens=...), set source.sampling, or accept the bias with "
-                "source.sampling.allow_truncated: true."
+                "policy.sampling, max_new_tokens=...), or set source.sampling."
             )
 
     def finish(

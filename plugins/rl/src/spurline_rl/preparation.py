@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, SUPPORT, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.token_store import joined
 from spurline.errors import ConfigError, DataError, PluginError
 from spurline.protocols.backend import Backend, Role
@@ -139,6 +139,8 @@ class Preparation:
             groups = with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
         laid_out = self._lay_out(groups)
         batch = laid_out.without_padding_rows()
+        if self._config.sampling.top_k and batch.num_rows:
+            _check_support(batch)
         columns = self.turn_columns(batch, groups)
         begin = time.perf_counter()
         scores = self._score_tokens(laid_out, columns, backend)
@@ -249,6 +251,17 @@ def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
         f"source.router_replay is true, but {named} has turns without recorded experts. Set router_replay: false, or "
         "use an engine that records experts. A recording must also have been made with router_replay: true."
     )
+
+
+def _check_support(batch: TrainingBatch) -> None:
+    """Raise DataError if a token with loss is not among the tokens that top_p and top_k kept."""
+    support, trained = batch.tokens.get(SUPPORT), batch.tokens["loss_weights"] != 0
+    tokens = batch.tokens["input_ids"][trained].unsqueeze(1)
+    if support is None or not bool((support[trained] == tokens).any(1).all()):
+        raise DataError(
+            "source.sampling.top_k is set, but rollouts do not record among which tokens each token was sampled. The "
+            "engine must return `GenerationResult.support`. A recording must have been made with the same `sampling`."
+        )
 
 
 def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.config.run_config import RunConfig
-from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
+from spurline.data.batch import ROUTED_EXPERTS, SUPPORT, TrainingBatch
 from spurline.data.collators.layout import Segment
 from spurline.data.collators.packing import round_up
 from spurline.data.collators.reference import PaddedCollator
@@ -23,8 +23,13 @@ from spurline.protocols.collator import ParallelLayout
 from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Group, Trajectory, Turn, trajectories_of
 
-RESPONSE_COLUMNS = {"rollout_logprobs": "logprobs", "token_versions": "versions", "rewards": "rewards"}
-"""Maps each optional column with one value per response token to the field of `Turn` that it is copied from."""
+RESPONSE_COLUMNS = {
+    "rollout_logprobs": "logprobs",
+    "token_versions": "versions",
+    "rewards": "rewards",
+    SUPPORT: "support",
+}
+"""Maps each optional column with values for response tokens to the field of `Turn` that it is copied from."""
 
 
 class RolloutCollator(Protocol):
@@ -73,7 +78,7 @@ def _segment(turn: Turn, trajectory: Trajectory, number: int) -> Segment:
 def _after_prompt(turn: Turn, values: NDArray[Any]) -> NDArray[Any]:
     """Return the values of the response after a zero for each prompt token."""
     assert len(values) == len(turn.response_ids), (len(values), len(turn.response_ids))
-    return np.concatenate([np.zeros(len(turn.prompt_ids), values.dtype), values])
+    return np.concatenate([np.zeros((len(turn.prompt_ids), *values.shape[1:]), values.dtype), values])
 
 
 class ByPrompt:

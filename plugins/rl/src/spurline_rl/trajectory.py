@@ -25,8 +25,9 @@ RESPONSE_FIELDS: Mapping[str, np.dtype[Any]] = {
     "logprobs": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
     "rewards": np.dtype(np.float32),
+    "support": np.dtype(np.int32),
 }
-"""Fields of a turn with one value per response token."""
+"""Fields of a turn with one value per response token, or in `support` one row."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Turn:
         rewards: float32 [A] or None.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.
         engines: Names of the engines that generated the tokens, in order; empty if they are unknown.
+        support: int32 [A, K], ids of the tokens among which each token was sampled, padded with -1, or None.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -53,6 +55,7 @@ class Turn:
     routed_experts: NDArray[np.int16] | None = None
     finish_reason: FinishReason = "stop"
     engines: tuple[str, ...] = ()
+    support: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         fields = self.__dict__
@@ -122,7 +125,8 @@ class FlatTurns:
         prompts: int32 [P]. A turn's prompt is the `num_prompt` tokens from its entry of `prompt_starts` on.
         prompt_starts: int64 [n].
         responses: int32 [A], the response of each turn, one after another.
-        columns: Arrays [A] over all response tokens, by field name of Turn. A field is left out if any turn lacks it.
+        columns: Arrays [A, ...] over all response tokens, by field name of Turn. A field is left out if any turn lacks
+            it.
         routed_experts: int16 [T, layers, top_k], of the prompt and the response of each turn, or None if any turn lacks
             them.
     """
@@ -170,7 +174,7 @@ class FlatTurns:
             prompt_starts=prompt_starts,
             responses=_join_parts(responses, np.dtype(np.int32)),
             columns=columns,
-            routed_experts=None if experts is None else _join_experts(experts),
+            routed_experts=None if experts is None else _join_parts(experts, np.dtype(np.int16)),
         )
 
     @classmethod
@@ -192,7 +196,7 @@ class FlatTurns:
                 for name in RESPONSE_FIELDS
                 if all(name in block.columns for block in blocks)
             },
-            routed_experts=None if experts is None else _join_experts(experts),
+            routed_experts=None if experts is None else _join_parts(experts, np.dtype(np.int16)),
             **{name: _join_parts([getattr(block, name) for block in blocks], dtype) for name, dtype in _ARRAYS.items()},
         )
 
@@ -416,7 +420,7 @@ def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
     parts = [columns[0]]
     for (before, after), column in zip(pairwise(turns), columns[1:], strict=True):
         between = len(after.prompt_ids) - len(before.prompt_ids) - len(before.response_ids)
-        parts += [np.zeros(between, column.dtype), column]
+        parts += [np.zeros((between, *column.shape[1:]), column.dtype), column]
     return np.concatenate(parts)
 
 
@@ -444,16 +448,12 @@ def _given(parts: list[NDArray[Any] | None]) -> list[NDArray[Any]] | None:
     return cast("list[NDArray[Any]]", parts) if parts and type(None) not in set(map(type, parts)) else None
 
 
-def _join_experts(parts: Sequence[Any]) -> NDArray[np.int16]:
-    return _join_parts(parts, np.dtype(np.int16)).reshape(-1, *parts[0].shape[1:])
-
-
 def _join_parts(parts: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         # For many short arrays this takes half the time of `np.concatenate`.
-        return np.frombuffer(b"".join(parts), dtype)
+        joined = np.frombuffer(b"".join(parts), dtype)
     except TypeError:
         # A part is not contiguous in memory.
-        values = np.concatenate([part.ravel() for part in parts]).astype(dtype, copy=False)
-        values.flags.writeable = False
-        return values
+        joined = np.concatenate([part.ravel() for part in parts]).astype(dtype, copy=False)
+        joined.flags.writeable = False
+    return joined.reshape(-1, *parts[0].shape[1:]) if parts else joined

@@ -138,7 +138,8 @@ class ChildMember:
             number = message["id"]
             progress = self._progress.get(number)
             if "token_ids" in message and progress is not None:
-                progress.add(*(message[name] for name in ("token_ids", "logprobs", "version")))
+                support = np.frombuffer(b64decode(message.get("support", "")), "<i4")
+                progress.add(*(message[name] for name in ("token_ids", "logprobs", "version")), support)
                 if experts := message.get("experts"):
                     values = np.frombuffer(b64decode(experts["int16"]), "<i2").astype(np.int16)
                     progress.experts.add(len(progress.experts), values.reshape(experts["shape"]))
@@ -251,6 +252,8 @@ class Child:
     def _tell(self, number: int, news: Written) -> None:
         (version,) = set(news.versions)
         tokens: dict[str, Any] = {"token_ids": news.token_ids, "logprobs": news.logprobs, "version": version}
+        if news.support:
+            tokens["support"] = b64encode(np.stack(news.support).astype("<i4").tobytes()).decode("ascii")
         if (experts := news.routed_experts) is not None:
             values = b64encode(np.ascontiguousarray(experts, "<i2").tobytes()).decode("ascii")
             tokens["experts"] = {"shape": list(experts.shape), "int16": values}

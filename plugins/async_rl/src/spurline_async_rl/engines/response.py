@@ -32,6 +32,7 @@ _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 class Delta:
     """The next tokens of a response. The last delta has a `finish_reason`.
 
+    `support`, int32, has the rows of `GenerationResult.support` one after another, or nothing.
     `experts`, int16 [tokens, layers, top_k], has the chosen experts of consecutive tokens of prompt and response.
     `experts_start` is the index of the first of these tokens. `experts` is None unless vLLM was asked for experts.
     """
@@ -41,12 +42,13 @@ class Delta:
     finish_reason: FinishReason | None = None
     experts: NDArray[np.int16] | None = None
     experts_start: int = 0
+    support: TokenIds = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes are ten times as fast to pickle as small arrays.
         tokens = np.asarray(self.token_ids, np.int32).tobytes()
         logprobs = np.asarray(self.logprobs, np.float32).tobytes()
-        return _delta, (tokens, logprobs, self.finish_reason, self.experts, self.experts_start)
+        return _delta, (tokens, logprobs, self.finish_reason, self.experts, self.experts_start, self.support)
 
 
 def _delta(token_ids: bytes, logprobs: bytes, *rest: Any) -> Delta:
@@ -57,7 +59,8 @@ class Progress:
     """The tokens of one response so far.
 
     The member adds tokens while it generates, so they are kept if the member dies. `token_ids`, `logprobs` and
-    `versions` are columns of `GenerationResult`, as copies. `experts` begin at the first token of the prompt.
+    `versions` are columns of `GenerationResult`, as copies. `support` has the rows of that column one after another.
+    `experts` begin at the first token of the prompt.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,7 @@ class Progress:
         self._token_ids = array("i")
         self._logprobs = array("f")
         self._versions = array("i")
+        self._support = array("i")
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -82,18 +86,23 @@ class Progress:
         return np.array(self._versions, np.int32)
 
     @property
+    def support(self) -> NDArray[np.int32]:
+        return np.array(self._support, np.int32)
+
+    @property
     def last_token(self) -> int | None:
         return self._token_ids[-1] if self._token_ids else None
 
     def tokens_from(self, start: int) -> Sequence[int]:
         return self._token_ids[start:]
 
-    def add(self, token_ids: TokenIds, logprobs: Logprobs, version: int) -> None:
-        """Add the next tokens, all of one version."""
+    def add(self, token_ids: TokenIds, logprobs: Logprobs, version: int, support: TokenIds = ()) -> None:
+        """Add the next tokens, all of one version. `support` has their rows one after another, or is empty."""
         count = len(token_ids)
         assert count == len(logprobs), f"{count} tokens with {len(logprobs)} logprobs"
         _append(self._token_ids, token_ids)
         _append(self._logprobs, logprobs)
+        _append(self._support, support)
         self._versions.extend(array("i", (version,)) * count)
 
     def extend(self, other: Progress) -> None:
@@ -101,6 +110,7 @@ class Progress:
         self._token_ids.extend(other._token_ids)
         self._logprobs.extend(other._logprobs)
         self._versions.extend(other._versions)
+        self._support.extend(other._support)
 
     def count_of(self, version: int) -> int:
         """Return the number of tokens of this version."""
@@ -120,6 +130,7 @@ class Progress:
 
     def cut(self, length: int) -> None:
         """Drop the tokens beyond this length."""
+        del self._support[length * (len(self._support) // max(1, len(self))) :]
         for column in (self._token_ids, self._logprobs, self._versions):
             del column[length:]
 
@@ -197,11 +208,13 @@ class Response:
     def result(self, reason: FinishReason) -> GenerationResult:
         so_far = self._so_far
         num_tokens = len(self._request.prompt_ids) + len(so_far)
+        width = self._request.sampling.support_width
         return GenerationResult(
             token_ids=so_far.token_ids,
             logprobs=so_far.logprobs,
             versions=so_far.versions,
             finish_reason=reason,
+            support=so_far.support.reshape(-1, width) if width else None,
             routed_experts=so_far.experts.of_context(num_tokens),
             engines=tuple(self._engines),
         )
@@ -252,7 +265,7 @@ class VllmResponse(Response):
     def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
         """Add the next tokens, and return the finish reason if the response is complete."""
         part = Progress()
-        part.add(delta.token_ids, delta.logprobs, version)
+        part.add(delta.token_ids, delta.logprobs, version, delta.support)
         if delta.experts is not None:
             self._so_far.experts.add(delta.experts_start, delta.experts)
         return self.add(part, delta.finish_reason)

@@ -35,7 +35,7 @@ from spurline_rl.prompt_source import Collected, PromptSource
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.trajectory import Group, Trajectory, Turn, share_prompts, turns_of
 
-_FIELDS = ("response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
+_FIELDS = ("response_ids", "loss_mask", "logprobs", "versions", "rewards", "support", "routed_experts")
 """The stored fields of a turn besides its prompt."""
 _ABSENT = -1
 RECORDED_GROUPS = "groups"

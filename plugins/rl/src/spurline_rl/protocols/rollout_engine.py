@@ -114,6 +114,7 @@ class Sampling:
         stop_token_ids: End tokens besides the model's own. The response includes its end token.
         stop: Texts that end the response. The response includes the token that completes a text.
         ignore_eos: Whether the model's own end tokens do not end the response.
+        support_width: If positive, the result has `support` with this number of columns.
     """
 
     temperature: float = 1.0
@@ -123,6 +124,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    support_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ class GenerationResult:
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
             token that was not computed, such as the last token. None if the run does not ask for them.
         engines: Names of the engines that generated the tokens, in order, such as `engine 0 (process 4711)`.
+        support: int32 [A, support_width], ids of the tokens that top_p and top_k kept for each token, padded with -1.
+            If more were kept, all are -1, and the token is not trained on. None if the request asks for none.
     """
 
     token_ids: NDArray[np.int32]
@@ -162,6 +166,7 @@ class GenerationResult:
     finish_reason: FinishReason
     routed_experts: NDArray[np.int16] | None = None
     engines: tuple[str, ...] = ()
+    support: NDArray[np.int32] | None = None
 
 
 class RolloutEngine(Protocol):

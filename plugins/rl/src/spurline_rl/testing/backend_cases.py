@@ -22,7 +22,7 @@ from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.samples import PAD, make_view
+from spurline.testing.samples import PAD, VOCABULARY, make_view
 from spurline.update.reduction import token_mean
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
@@ -169,6 +169,16 @@ def with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:
     return batch.with_tokens(
         advantages=torch.randn(shape, generator=generator), old_logprobs=-5 * torch.rand(shape, generator=generator)
     )
+
+
+def with_support(batch: TrainingBatch) -> TrainingBatch:
+    """Return the batch as if each token had been sampled among six tokens or fewer."""
+    tokens = batch.tokens["input_ids"].unsqueeze(-1)
+    others = torch.randint(-1, VOCABULARY, (*tokens.shape[:2], 5), generator=torch.Generator().manual_seed(6))
+    # An id counts once.
+    ids = torch.cat([tokens, others], dim=-1).sort(dim=-1).values
+    ids[..., 1:][ids[..., 1:] == ids[..., :-1]] = -1
+    return batch.with_tokens(support=ids.to(torch.int32))
 
 
 def values_batch(layout: ParallelLayout, seed: int = 0) -> tuple[TrainingBatch, Objective]:

@@ -42,6 +42,7 @@ from spurline_rl.testing.backend_cases import (
     weights_of,
     with_dropout,
     with_noisy_columns,
+    with_support,
     without_times,
 )
 from spurline_rl.testing.backend_runs import KeptBackends, backend_run, opened
@@ -124,8 +125,9 @@ class BackendContract:
             sums, plain = (local.evaluate(batch, each) for each in (objective, Objective(loss, 40.0)))
             assert sums.metrics["policy/entropy"] < plain.metrics["policy/entropy"]
             self.assert_same_sums(backend.evaluate(batch, objective), sums)
-            wanted = local.gradients(batch, objective)
-            assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
+            for each in (batch, with_support(batch)):
+                wanted = local.gradients(each, objective)
+                assert_gradients_close(backend.gradients(each, objective), wanted, self.gradient_tolerance)
             got, wanted = backend.update(batch, objective), local.update(batch, objective)
             assert got.keys() == wanted.keys()
             assert len([name for name in got if name.startswith("policy/")]) > 3

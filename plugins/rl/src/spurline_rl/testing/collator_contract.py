@@ -19,7 +19,7 @@ from spurline_rl.rollout_batches import RolloutCollator
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import Group, Trajectory
 
-_TURN_COLUMNS = ("logprobs", "versions", "rewards", "routed_experts")
+_TURN_COLUMNS = ("logprobs", "versions", "rewards", "support", "routed_experts")
 
 
 class RolloutCollatorContract:

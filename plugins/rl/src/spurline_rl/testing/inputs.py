@@ -45,6 +45,7 @@ def _turn(
     if optional_columns:
         columns = dict(zip(("logprobs", "rewards"), random.random((2, response), np.float32), strict=True))
         columns["versions"] = random.integers(0, 4, response).astype(np.int32)
+        columns["support"] = random.integers(-1, VOCABULARY, (response, 3)).astype(np.int32)
     return Turn(
         prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),
         response_ids=random.integers(1, VOCABULARY, response).astype(np.int32),

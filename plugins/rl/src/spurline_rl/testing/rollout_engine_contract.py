@@ -83,6 +83,34 @@ class RolloutEngineContract(EngineContract):
         assert single.token_ids.tolist() == results[0].token_ids.tolist()
         assert not single.logprobs.any()
 
+    def test_top_p_and_top_k_cut_tokens_off_and_the_rest_is_reported_where_it_is_asked_for(
+        self, tiny_model: Path
+    ) -> None:
+        cuts = ({"top_k": 6}, {"top_k": 300}, {"top_k": 40, "top_p": 0.7, "temperature": 0.6})
+        requests = [
+            request(prompt, support_width=cut["top_k"] + 16, **cut)
+            for prompt, cut in zip(PROMPTS, (*cuts, *cuts), strict=False)
+        ]
+        *results, plain = self.generate(tiny_model, [*requests, request(PROMPTS[0])])
+        assert plain.support is None
+        for asked, result in zip(requests, results, strict=True):
+            assert result.support is not None
+            assert result.support.dtype == np.int32
+            assert result.support.shape == (len(result.token_ids), asked.sampling.support_width)
+            everything = model_distribution(tiny_model, asked, result)
+            kept = np.stack([np.isin(np.arange(everything.shape[1]), row) for row in result.support])
+            assert kept.sum(1).tolist() == (result.support >= 0).sum(1).tolist(), "an id is there twice"
+            cut = np.where(kept, everything, -np.inf)
+            # No token that was cut off is likelier than one that was kept.
+            worst = np.where(kept, everything, np.inf).min(1)
+            assert (np.where(kept, -np.inf, everything).max(1) <= worst + self.logprob_tolerance).all()
+            mass = np.exp(cut).sum(1)
+            largest = min(asked.sampling.top_k, everything.shape[1])
+            assert (kept.sum(1) == largest).all() if asked.sampling.top_p == 1 else (kept.sum(1) < largest).all()
+            places = np.arange(len(result.token_ids))
+            expected = everything[places, result.token_ids] - np.log(mass)
+            assert np.abs(result.logprobs - expected).max() <= self.logprob_tolerance
+
     def test_the_seed_decides_what_is_sampled(self, tiny_model: Path) -> None:
         requests = [request(PROMPTS[0], seed=seed, temperature=2.0) for seed in (5, 5, 6, 7)]
         first, second = (
@@ -195,11 +223,21 @@ def model_logprobs(
     model: Path, prompt: Sequence[int], response: Sequence[int], temperature: float
 ) -> NDArray[np.float32]:
     """Return the logprob of each response token, from one forward pass over prompt and response."""
+    return _all_logprobs(model, prompt, response, temperature)[np.arange(len(response)), response]
+
+
+def model_distribution(model: Path, asked: GenerationRequest, result: GenerationResult) -> NDArray[np.float32]:
+    """Return the logprobs of all tokens of the vocabulary at each token of the response, before top_p and top_k."""
+    return _all_logprobs(model, asked.prompt_ids, result.token_ids.tolist(), asked.sampling.temperature)
+
+
+def _all_logprobs(
+    model: Path, prompt: Sequence[int], response: Sequence[int], temperature: float
+) -> NDArray[np.float32]:
     tokens = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         logits = _load(model)(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    logprobs = (logits / temperature).log_softmax(-1)
-    return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0].numpy()
+    return (logits / temperature).log_softmax(-1).numpy()
 
 
 def greedy(model: Path, prompt: Sequence[int], max_new_tokens: int) -> list[int]:

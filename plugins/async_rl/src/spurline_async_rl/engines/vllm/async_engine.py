@@ -75,9 +75,9 @@ class AsyncEngine:
         # vLLM begins requests with lower numbers first.
         priority = -1 if request.is_urgent else 0
         outputs = self._llm.generate(
-            asked, _sampling_params(request), request_id, lora_request=adapter, priority=priority
+            asked, _sampling_params(request, self.vocabulary), request_id, lora_request=adapter, priority=priority
         )
-        stream = self._streams.open(request_id, each_step=each_step)
+        stream = self._streams.open(request_id, request.sampling.support_width, each_step=each_step)
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -194,7 +194,7 @@ class AsyncEngine:
                 task.cancel()
 
 
-def _sampling_params(request: GenerationRequest) -> Any:
+def _sampling_params(request: GenerationRequest, vocabulary: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -207,7 +207,8 @@ def _sampling_params(request: GenerationRequest) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         seed=request.seed,
-        logprobs=0,
+        # vLLM returns the logprobs of these many likeliest tokens besides that of the sampled token.
+        logprobs=min(sampling.support_width + 1, vocabulary) if sampling.support_width else 0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )

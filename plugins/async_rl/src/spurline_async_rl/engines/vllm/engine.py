@@ -133,7 +133,12 @@ class VllmEngine(EnginePool):
         return f"{self._run.run_dir.absolute()} on {socket.gethostname()}"
 
     def _api_of(self, url: str) -> ServerApi:
-        return ServerApi(url, connect_timeout_s=self._vllm_config.pause_timeout_s, is_stock=self._is_stock)
+        return ServerApi(
+            url,
+            connect_timeout_s=self._vllm_config.pause_timeout_s,
+            is_stock=self._is_stock,
+            most_kept=self._spec.most_kept,
+        )
 
     def _make(self, number: int) -> EngineMember:
         config = self._vllm_config

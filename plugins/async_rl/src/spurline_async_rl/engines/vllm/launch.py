@@ -27,6 +27,7 @@ from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
 from spurline_ranks.devices import variables_of_one_machine
 from spurline_ranks.logs import begin_log, last_words
+from spurline_rl.configs import PromptSourceConfig
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"
@@ -73,6 +74,7 @@ class EngineSpec:
 
     Attributes:
         notes_experts: Whether the engine returns the experts to which it routed each token.
+        most_kept: The largest number of tokens that a request asks for with `support_width`.
         gpus: The engine's CUDA_VISIBLE_DEVICES, or None to inherit the variable.
         adapter: The adapter that each publish sends to the engine, or None if a publish sends whole weights.
         peers_elsewhere: Whether the engine may exchange weights with other machines.
@@ -82,6 +84,7 @@ class EngineSpec:
     config: VllmEngineConfig
     model: ModelConfig
     notes_experts: bool = False
+    most_kept: int = 0
     gpus: str | None = None
     adapter: EngineAdapter | None = None
     peers_elsewhere: bool = True
@@ -95,6 +98,7 @@ def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
         config.model_copy(update={"gpu_memory_utilization": config.gpu_share(run)}),
         run.model,
         notes_experts=run.source.facts.replays_experts,
+        most_kept=run.source.sampling.support_width if isinstance(run.source, PromptSourceConfig) else 0,
         adapter=engine_adapter(config, run),
         peers_elsewhere=config.is_elsewhere or (ranks is not None and ranks.launch == "ray"),
     )
@@ -136,6 +140,8 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
     elif config.is_colocated:
         # On CPUs vLLM refuses this setting, and ignores sleep and wake.
         arguments["enable_sleep_mode"] = True
+    if spec.most_kept:
+        arguments["max_logprobs"] = spec.most_kept + 1
     if spec.notes_experts:
         arguments["enable_return_routed_experts"] = True
     if spec.adapter is not None:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError, SpurlineError
@@ -29,6 +31,7 @@ from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
 from spurline_async_rl.engines.vllm.lease import ServerLease
 from spurline_async_rl.engines.vllm.stock import StockWorkers
+from spurline_rl.engines.in_process.response import support_row
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -45,6 +48,8 @@ _START = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
     "--logprobs-mode processed_logprobs --scheduling-policy priority"
 )
+_NO_LOGPROB = -9999.0
+"""The logprob that vLLM sends for a token that was cut off."""
 _BACKEND = "nccl"
 """The backend of vLLM's weight transfer that weight sync `vllm_native` speaks to."""
 _START_HINTS = {
@@ -75,13 +80,15 @@ class ServerApi:
     They raise EngineDiedError if the server fails or cannot be reached, and DataError if it refuses a request.
     `is_stock` means that it gets weights by vLLM's own weight transfer, without our worker extension. `workers` calls a
     method of the extension in every worker, or of `StockWorkers`. It raises RunFailedError if the method fails.
+    `most_kept` is the largest `support_width` of a request.
     """
 
-    def __init__(self, url: str, connect_timeout_s: float, *, is_stock: bool = False):
+    def __init__(self, url: str, connect_timeout_s: float, *, is_stock: bool = False, most_kept: int = 0):
         self.url = server_url(url)
         self._hint = _START_HINTS[is_stock]
         self.workers = StockWorkers(self._ask).call if is_stock else self._call_workers
         self._is_stock = is_stock
+        self._most_kept = most_kept
         api_key = os.environ.get(API_KEY)
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         self._has_priorities = False
@@ -101,6 +108,7 @@ class ServerApi:
             config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
             model, parallel = config["model_config"], config["parallel_config"]
             mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
+            most_logprobs = int(model.get("max_logprobs", -1))
             transfer = (config.get("weight_transfer_config") or {}).get("backend")
             self._has_priorities = config.get("scheduler_config", {}).get("policy") == "priority"
             served = ServedModel(
@@ -115,6 +123,9 @@ class ServerApi:
             raise self._config_error(text) from error
         if mode != "processed_logprobs":
             raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {self._hint}")
+        if 0 <= most_logprobs <= self._most_kept:
+            fix = f"Start it with --max-logprobs {self._most_kept + 1} or more, or lower sampling.top_k"
+            raise self._config_error(f"returns only {most_logprobs} logprobs of a token. {fix}.")
         if self._is_stock and transfer != _BACKEND:
             raise self._config_error(f"has weight transfer '{transfer}', not {_BACKEND}. {self._hint}")
         if not self._is_stock and extension != WORKER_EXTENSION:
@@ -152,7 +163,9 @@ class ServerApi:
             "seed": request.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
-            "logprobs": 0,
+            # vLLM returns the logprobs of these many likeliest tokens besides that of the sampled token.
+            "logprobs": sampling.support_width and sampling.support_width + 1,
+            "return_tokens_as_token_ids": True,
             "return_token_ids": True,
             "stream": True,
             # Lower numbers begin first. A server without priorities refuses all but 0.
@@ -164,7 +177,7 @@ class ServerApi:
                 async for line in answer.content:
                     text = line.decode().strip()
                     if text.startswith("data:") and not text.endswith("[DONE]"):
-                        yield self._delta(json.loads(text.removeprefix("data:")))
+                        yield self._delta(json.loads(text.removeprefix("data:")), sampling.support_width)
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from error
 
@@ -237,7 +250,7 @@ class ServerApi:
             raise DataError(f"{self.url} refuses the request: {answer.status} {text}")
         raise on_failure(f"{self.url} failed: {answer.status} {text}")
 
-    def _delta(self, event: dict[str, Any]) -> Delta:
+    def _delta(self, event: dict[str, Any], support_width: int) -> Delta:
         if "error" in event:
             raise EngineDiedError(f"{self.url} failed: {event['error']}")
         if not event["choices"]:
@@ -248,7 +261,9 @@ class ServerApi:
             raise EngineDiedError(f"{self.url} ended a response with '{reason}'.")
         tokens = choice.get("token_ids") or ()
         logprobs = choice["logprobs"]["token_logprobs"] if tokens else ()
-        return Delta(tokens, logprobs, reason)
+        likeliest = choice["logprobs"]["top_logprobs"] if tokens and support_width else ()
+        support = [token for each in likeliest for token in _support_row(each, support_width).tolist()]
+        return Delta(tokens, logprobs, reason, support=support)
 
     def _lost(self, error: BaseException) -> EngineDiedError:
         # Some errors of aiohttp have a more precise `os_error`.
@@ -257,6 +272,13 @@ class ServerApi:
 
     def _config_error(self, text: str) -> ConfigError:
         return ConfigError.at("source.engine.urls", f"names {self.url}, which {text}")
+
+
+def _support_row(likeliest: Mapping[str, float], width: int) -> NDArray[np.int32]:
+    """Return `support_row` of {"token_id:ID": logprob}. vLLM sends -9999 for a logprob of -inf."""
+    ids = np.array([int(name.removeprefix("token_id:")) for name in likeliest])
+    logprobs = np.array([*likeliest.values()])
+    return support_row(ids, np.where(logprobs > _NO_LOGPROB, logprobs, -np.inf), width)
 
 
 def await_servers(config: VllmEngineConfig, tell: Callable[[str], None], *, is_stock: bool = False) -> None:

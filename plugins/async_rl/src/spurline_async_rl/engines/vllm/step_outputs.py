@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -19,17 +20,29 @@ from numpy.typing import NDArray
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from spurline_async_rl.engines.response import Delta
+from spurline_rl.engines.in_process.response import support_row
 from spurline_rl.trajectory import FinishReason
 
 
 class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
     """vLLM's `LogprobsLists` as encoded in a message.
 
-    `values` is (dtype, shape [tokens, 1], data). The data is either bytes or the number of the frame with the bytes.
+    `values` is (dtype, shape [tokens, 1 + K], data), and `token_ids` is the same, still encoded. The data is either
+    bytes or the number of the frame with the bytes. The first column is the sampled token. Then come the K likeliest
+    tokens, and K is the largest number that a request in the step asks for.
     """
 
     token_ids: msgspec.Raw
     values: tuple[str, tuple[int, int], msgpack.Ext | int]
+    ranks: msgspec.Raw = msgspec.Raw()
+    bounds: msgspec.Raw = msgspec.Raw()
+    frames: Sequence[Any] = ()
+
+    def table(self, encoded: Any, dtype: str) -> NDArray[Any]:
+        """Return encoded values as an array [tokens, 1 + K]."""
+        found, shape, data = encoded
+        assert found == dtype, f"{found}, not {dtype}"
+        return np.frombuffer(self.frames[data] if isinstance(data, int) else data.data, dtype).reshape(shape)
 
 
 class RequestOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):
@@ -60,33 +73,36 @@ class StepDecoder:
             self._of_vllm.aux_buffers = ()
         if len(frames) > 1:
             for output in message.outputs:
-                if output.new_logprobs is not None and isinstance(number := output.new_logprobs.values[2], int):
-                    dtype, shape, _ = output.new_logprobs.values
-                    output.new_logprobs.values = (dtype, shape, msgpack.Ext(0, bytes(frames[number])))
+                if output.new_logprobs is not None:
+                    output.new_logprobs.frames = frames
         return message
 
 
 class TokenStream:
-    """The tokens of one request that its reader has not taken yet. At `wakes_at` tokens, the reader is woken."""
+    """The tokens of one request that its reader has not taken yet. At `wakes_at` tokens, the reader is woken.
 
-    def __init__(self, wakes_at: int) -> None:
+    `support_width` is that of the request's `Sampling`.
+    """
+
+    def __init__(self, wakes_at: int, support_width: int) -> None:
         self.wakes_at = wakes_at
+        self._width = support_width
         # vLLM's internal id of the request, which is known after the request's first output.
         self.internal_id: str | None = None
         self.token_ids = array("i")
         self._logprobs = bytearray()
+        self._support: list[NDArray[np.int32]] = []
         self._experts: list[NDArray[Any]] = []
         self._num_experts = 0
 
     def add(self, output: RequestOutput) -> None:
         self.token_ids.extend(output.new_token_ids)
         if (found := output.new_logprobs) is not None:
-            dtype, shape, values = found.values
-            assert dtype == "<f4", f"logprobs of {dtype}"
-            # `SamplingParams.logprobs` is 0, so there is only the column of the sampled token.
-            assert shape[1] == 1, f"logprobs of shape {shape}"
-            assert isinstance(values, msgpack.Ext), "logprobs without their frame"
-            self._logprobs += values.data
+            logprobs = found.table(found.values, "<f4")
+            self._logprobs += logprobs[:, 0].tobytes()
+            if self._width:
+                ids = found.table(msgpack.decode(found.token_ids), "<i4")
+                self._support += map(support_row, ids[:, 1:], logprobs[:, 1:], repeat(self._width))
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
 
@@ -101,8 +117,14 @@ class TokenStream:
             experts = np.concatenate(self._experts).astype(np.int16)
             self._experts = []
             self._num_experts += len(experts)
+        support, self._support = self._support, []
         return Delta(
-            np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), finish_reason, experts, start
+            np.frombuffer(token_ids, np.int32),
+            np.frombuffer(logprobs, np.float32),
+            finish_reason,
+            experts,
+            start,
+            np.concatenate(support) if support else (),
         )
 
 
@@ -131,9 +153,9 @@ class TokenStreams:
         self._marks: list[asyncio.Event] = []
         self._reminder: asyncio.TimerHandle | None = None
 
-    def open(self, request_id: str, *, each_step: bool) -> TokenStream:
+    def open(self, request_id: str, support_width: int, *, each_step: bool) -> TokenStream:
         """Return the stream of a new request. With `each_step` its reader is woken for every token."""
-        stream = self._by_request[request_id] = TokenStream(1 if each_step else self._chunk_tokens)
+        stream = self._by_request[request_id] = TokenStream(1 if each_step else self._chunk_tokens, support_width)
         return stream
 
     def close(self, request_id: str) -> None:

@@ -218,7 +218,8 @@ class Decoder:
                 [response.request.sampling for response in chunk],
                 [uniform(response.request.seed, len(response.tokens)) for response in chunk],
             )
-            for response, token, logprob in zip(chunk, sampled.tokens, sampled.logprobs, strict=True):
+            drawn = zip(chunk, sampled.tokens, sampled.logprobs, sampled.supports, strict=True)
+            for response, token, logprob, support in drawn:
                 if not math.isfinite(logprob):
                     raise RunFailedError(
                         f"{response.request.name}: the model's logits after {len(response.tokens)} tokens of the "
@@ -226,7 +227,7 @@ class Decoder:
                         "the last steps."
                     )
                 ends = () if response.request.sampling.ignore_eos else self._stop_tokens
-                response.add(token, logprob, version, ends)
+                response.add(token, logprob, version, ends, support)
 
     def _send(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)

@@ -6,9 +6,9 @@ Data flow: GenerationRequest -> Response, which collects tokens -> GenerationRes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ class Written(NamedTuple):
         finish_reason: None until the response has ended.
         routed_experts: int16 [tokens, layers, top_k], the experts of the tokens computed since the last call. The first
             call includes the tokens of the prompt.
+        support: A row for each token, or nothing.
     """
 
     token_ids: list[int]
@@ -33,6 +34,7 @@ class Written(NamedTuple):
     versions: list[int]
     finish_reason: FinishReason | None
     routed_experts: NDArray[np.int16] | None = None
+    support: Sequence[NDArray[np.int32]] = ()
 
 
 class ExpertRecord:
@@ -81,6 +83,18 @@ class ExpertRecord:
         return whole
 
 
+def support_row(ids: NDArray[Any], logprobs: NDArray[Any], width: int) -> NDArray[np.int32]:
+    """Return the ids of finite logprobs, which are the tokens that sampling kept, padded with -1: int32 [width].
+
+    `ids` are the `width + 1` likeliest tokens, or the whole vocabulary. If more than `width` were kept, which ties with
+    the last of top_k can cause, all entries are -1.
+    """
+    kept, row = ids[logprobs > -np.inf], np.full(width, -1, np.int32)
+    if len(kept) <= width:
+        row[: len(kept)] = kept
+    return row
+
+
 @dataclass(eq=False)
 class Response:
     """A request in flight.
@@ -99,6 +113,7 @@ class Response:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    support: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     experts: ExpertRecord = field(default_factory=ExpertRecord)
     finish_reason: FinishReason | None = None
     refused: DataError | None = None
@@ -121,11 +136,20 @@ class Response:
         """Return the largest possible `cached_tokens`."""
         return len(self.prompt) + self.max_tokens - 1
 
-    def add(self, token: int, logprob: float, version: int, stop_tokens: Collection[int]) -> None:
+    def add(
+        self,
+        token: int,
+        logprob: float,
+        version: int,
+        stop_tokens: Collection[int],
+        support: NDArray[np.int32] | None = None,
+    ) -> None:
         """Add the next token, which may end the response."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if support is not None:
+            self.support.append(support)
         if (
             token in stop_tokens
             or token in self.request.sampling.stop_token_ids
@@ -141,9 +165,8 @@ class Response:
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             experts = self.experts.since(self._num_experts_handed_on)
             self._num_experts_handed_on = len(self.experts)
-            self.on_tokens(
-                Written(self.tokens[start:], self.logprobs[start:], self.versions[start:], self.finish_reason, experts)
-            )
+            new = (column[start:] for column in (self.tokens, self.logprobs, self.versions))
+            self.on_tokens(Written(*new, self.finish_reason, experts, self.support[start:]))
 
     def result(self) -> GenerationResult:
         """Return the result. Raises DataError if the request was refused."""
@@ -155,6 +178,7 @@ class Response:
             logprobs=np.array(self.logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
             finish_reason=self.finish_reason,
+            support=np.stack(self.support) if self.support else None,
             routed_experts=self.experts.of_context(len(self.prompt) + len(self.tokens)),
         )
 

@@ -6,10 +6,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
+from spurline_rl.engines.in_process.response import support_row
 from spurline_rl.protocols.rollout_engine import Sampling
 
 
@@ -19,10 +22,12 @@ class Sampled:
 
     Attributes:
         logprobs: Logprobs after temperature, top-k and top-p. Greedy rows have the model's own, as in vLLM.
+        supports: `support_row` of each row with `support_width`, and None for other rows.
     """
 
     tokens: list[int]
     logprobs: list[float]
+    supports: list[NDArray[np.int32] | None]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -44,10 +49,20 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
     if greedy:
         rows = torch.tensor(greedy, device=logits.device)
         tokens[rows] = logits[rows].argmax(-1)
+    width = max((setting.support_width for setting in settings), default=0)
+    likeliest = kept.topk(min(width + 1, kept.shape[-1]) if width else 0)
     # One transfer from the device; float64 holds token ids exactly.
-    both = torch.stack([tokens.double(), kept.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()])
-    ids, logprobs = both.tolist()
-    return Sampled([int(token) for token in ids], logprobs)
+    drawn = [tokens.unsqueeze(-1), kept.gather(-1, tokens.unsqueeze(-1))]
+    columns = torch.cat([column.double() for column in (*drawn, *likeliest)], dim=1).cpu().numpy()
+    found, ids = np.split(columns[:, 2:], 2, axis=1)
+    return Sampled(
+        columns[:, 0].astype(np.int64).tolist(),
+        columns[:, 1].tolist(),
+        [
+            support_row(*row, setting.support_width) if setting.support_width else None
+            for setting, *row in zip(settings, ids, found, strict=True)
+        ],
+    )
 
 
 def _cuts(setting: Sampling) -> bool:

@@ -1,0 +1,82 @@
+"""Settings of the losses and of the correction. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline_rl.losses.configs import PolicyLossConfig, PpoConfig
+from spurline_rl.protocols.correction import CorrectionConfig
+
+_USUAL_THRESHOLDS = {"tv": 0.2, "kl": 0.05}
+
+
+class DppoConfig(PolicyLossConfig):
+    """A trust region by divergence in place of a clipped ratio (DPPO, Qi et al. 2026, arXiv:2602.04879)."""
+
+    name: str = "dppo"
+    divergence: Annotated[Literal["tv", "kl"], OnResume.BY_NAME] = "tv"
+    """The divergence between two distributions over two events, this token and any other token: total variation, or the
+    KL divergence in nats."""
+    threshold_low: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0, allow_inf_nan=False)
+    """Largest divergence of a token whose probability falls; null is 0.2 for `tv`, and 0.05 for `kl`."""
+    threshold_high: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0, allow_inf_nan=False)
+    """Largest divergence of a token whose probability rises; null is 0.2 for `tv`, and 0.05 for `kl`."""
+    max_ratio: Annotated[float, OnResume.BY_NAME] = Field(default=20.0, gt=1, allow_inf_nan=False)
+    """Largest importance weight of a token."""
+    anchor: Annotated[Literal["rollout", "old"], OnResume.BY_NAME] = "rollout"
+    """The policy around which the trust region lies. `rollout` is the engine's policy, as in the paper. `old` is the
+    trainer's policy before the update, to be used with a `correction`."""
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """Return the thresholds for falling and for rising probabilities."""
+        usual = _USUAL_THRESHOLDS[self.divergence]
+        return self.threshold_low or usual, self.threshold_high or usual
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if self.anchor == "rollout" and getattr(run.source, "correction", None) is not None:
+            yield Problem(
+                "anchor",
+                "is rollout, so the loss weighs tokens by their ratio to the engine, and source.correction would do so "
+                "a second time. Remove source.correction, or set loss.anchor: old.",
+            )
+
+
+class PpoPerRowConfig(PolicyLossConfig):
+    """The clipped ratio of `ppo` with clip bounds from the data, such as other bounds for each environment.
+
+    The columns must be in `source.carry`, and each row of the data needs both numbers.
+    """
+
+    name: str = "ppo_per_row"
+    clip_low_column: Annotated[str, OnResume.BY_NAME] = "clip_low"
+    """Column with `clip_low` of `ppo`: the lowest ratio is 1 minus this number."""
+    clip_high_column: Annotated[str, OnResume.BY_NAME] = "clip_high"
+    """Column with `clip_high` of `ppo`: the highest ratio is 1 plus this number."""
+
+
+class EntropyTargetConfig(PpoConfig):
+    """The loss `ppo` with an entropy bonus only in steps whose entropy is below a target (Skywork-OR1, He et al. 2025,
+    arXiv:2505.22312)."""
+
+    name: str = "ppo_entropy_target"
+    entropy_coefficient: Annotated[float, OnResume.BY_NAME] = Field(default=0.005, gt=0, allow_inf_nan=False)
+    """Weight of the bonus for the entropy of the next-token distribution in steps below the target."""
+    entropy_target: Annotated[float, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
+    """Entropy in nats per token below which a step has the bonus."""
+
+
+class KpopConfig(CorrectionConfig):
+    """Importance weights if the divergence from the engine is small in both directions, else 0 (KPop, Guo et al. 2026,
+    "Taming Training-Inference Mismatch in Reinforcement Learning with Adaptive Masking Regions")."""
+
+    name: str = "kpop"
+    threshold: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    """Largest KL divergence in nats between distributions over two events, this token and any other token."""
