@@ -80,7 +80,7 @@ def open_datasets(
     Raises DataError for data that cannot be found or read, and for names in `columns` that no row has. Without the
     check of names, a misspelled name of an optional column such as `system` would be ignored.
     """
-    opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
+    opened: list[Dataset] = [registry.create("dataset", config, registry=registry) for config in configs]
     for dataset, config in zip(opened, configs, strict=True):
         problem = unknown_column_problem(config.columns)
         if config.columns and problem is None:
