@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -62,18 +62,6 @@ DatasetList = Annotated[
     SchemaOfOneOrMany(),
 ]
 """Datasets. A single dataset may be written without a list around it."""
-
-
-def passes_per_epoch(datasets: Sequence[DatasetConfig], sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return the passes over each dataset in one epoch, by its `weight` or `share` and its number of samples."""
-    amounts = [size * dataset.weight for dataset, size in zip(datasets, sizes, strict=True)]
-    weighted = sum(amount for amount, dataset in zip(amounts, datasets, strict=True) if dataset.share is None)
-    # Without shares this is exactly 1.
-    rest = (1 - sum(dataset.share or 0 for dataset in datasets)) * sum(amounts) / weighted if weighted else 0.0
-    return tuple(
-        dataset.weight * rest if dataset.share is None else dataset.share * sum(amounts) / max(1, size)
-        for dataset, size in zip(datasets, sizes, strict=True)
-    )
 
 
 class Dataset(Protocol):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spurline.data.token_store import fingerprint_of
 from spurline.errors import DataError
-from spurline.protocols.dataset import DatasetConfig, passes_per_epoch
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import Order, OrderConfig, SampleFacts, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -26,7 +26,7 @@ from spurline_rl.protocols.environment import Task
 from spurline_rl.trajectory import Group, terms_of
 from spurline_text.prompts import question_key
 from spurline_text.sources.sft import ColumnsOfRows, note_of_shared
-from spurline_text.tokenization import check_rows, open_datasets, share_read, store_labels
+from spurline_text.tokenization import check_rows, open_datasets, passes_per_epoch, share_read, store_labels
 
 _ROWS_COMPARED = 10_000
 """Number of rows of each dataset that are compared with held-out prompts."""

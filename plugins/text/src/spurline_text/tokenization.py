@@ -140,6 +140,18 @@ def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
     ]
 
 
+def passes_per_epoch(datasets: Sequence[DatasetConfig], sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the passes over each dataset in one epoch, by its `weight` or `share` and its number of samples."""
+    amounts = [size * dataset.weight for dataset, size in zip(datasets, sizes, strict=True)]
+    weighted = sum(amount for amount, dataset in zip(amounts, datasets, strict=True) if dataset.share is None)
+    # Without shares this is exactly 1.
+    rest = (1 - sum(dataset.share or 0 for dataset in datasets)) * sum(amounts) / weighted if weighted else 0.0
+    return tuple(
+        dataset.weight * rest if dataset.share is None else dataset.share * sum(amounts) / max(1, size)
+        for dataset, size in zip(datasets, sizes, strict=True)
+    )
+
+
 def tokenize(
     datasets: Sequence[DatasetToTokenize], config: RunConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase
 ) -> Tokenized:

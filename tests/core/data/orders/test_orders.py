@@ -19,8 +19,7 @@ from spurline.data.configs import (
 )
 from spurline.data.orders.epochs import CurriculumOrder, LengthGroupedOrder, SequentialOrder, UniformOrder, permutation
 from spurline.errors import ConfigError
-from spurline.protocols.dataset import DatasetConfig, passes_per_epoch
-from spurline.protocols.order import SampleFacts, epoch_shares
+from spurline.protocols.order import SampleFacts
 
 sizes_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 
@@ -157,40 +156,3 @@ def test_a_sample_without_a_number_comes_last() -> None:
     samples = SampleFacts((3,), (1.0,), 1, Levels([2, float("nan"), 1]))
     for direction, expected in (("ascending", [2, 0, 1]), ("descending", [0, 2, 1])):
         assert curriculum(samples, direction=direction).positions(0, 3).tolist() == expected
-
-
-mixtures = st.lists(st.tuples(st.integers(1, 200), st.floats(0.1, 5), st.booleans()), min_size=1, max_size=4)
-
-
-@given(mixture=mixtures)
-def test_shares_hold_in_each_epoch_to_a_sample_whatever_the_sizes_and_weights_divide_the_rest(
-    mixture: list[tuple[int, float, bool]],
-) -> None:
-    sizes = [size for size, _, _ in mixture]
-    shared = sum(share for _, share, has_share in mixture if has_share)
-    complete = all(has_share for _, _, has_share in mixture)
-    part = 1 if complete else 0.6
-    datasets = [
-        DatasetConfig(name="rows", share=number / shared * part)
-        if has_share
-        else DatasetConfig(name="rows", weight=number)
-        for _, number, has_share in mixture
-    ]
-    passes = passes_per_epoch(datasets, sizes)
-    amounts = [size * dataset.weight for size, dataset in zip(sizes, datasets, strict=True)]
-    rest = sum(amount for amount, dataset in zip(amounts, datasets, strict=True) if dataset.share is None)
-    for count, amount, dataset, once in zip(epoch_shares(sizes, passes), amounts, datasets, passes, strict=True):
-        if shared == 0:
-            assert once == dataset.weight
-        else:
-            share = amount / rest * 0.4 if dataset.share is None else dataset.share
-            assert abs(count - share * sum(amounts)) <= 1
-
-
-@given(mixture=mixtures, cut=st.integers(1, 50))
-def test_a_mixture_by_shares_is_the_same_wherever_it_is_cut(mixture: list[tuple[int, float, bool]], cut: int) -> None:
-    sizes, total = [size for size, _, _ in mixture], sum(share for _, share, _ in mixture)
-    datasets = [DatasetConfig(name="rows", share=share / total) for _, share, _ in mixture]
-    samples = facts(sizes, passes_per_epoch(datasets, sizes))
-    whole = uniform(samples).positions(0, cut + 40).tolist()
-    assert uniform(samples).positions(0, cut).tolist() + uniform(samples).positions(cut, cut + 40).tolist() == whole

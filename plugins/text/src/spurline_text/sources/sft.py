@@ -21,13 +21,13 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import TokenStore, summarize
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.collator import Collator
-from spurline.protocols.dataset import DatasetConfig, Longest, passes_per_epoch
+from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.order import Order, SampleFacts, epoch_shares
 from spurline.protocols.source import BatchSource, Samples, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.rows.rows import column_paths, describe, value_at
-from spurline_text.tokenization import open_datasets, plain_text_notes, share_read, tokenize
+from spurline_text.tokenization import open_datasets, passes_per_epoch, plain_text_notes, share_read, tokenize
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000

@@ -19,14 +19,14 @@ from spurline.data.orders.epochs import permutation
 from spurline.data.token_store import Tokenized, TokenStoreBuilder, summarize
 from spurline.errors import DataError
 from spurline.protocols.collator import Collator
-from spurline.protocols.dataset import Longest, passes_per_epoch
+from spurline.protocols.dataset import Longest
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.configs import StreamSourceConfig
 from spurline_text.datasets.protocols import RowReader, StreamedDataset, StreamedRow
 from spurline_text.encoding import RowEncoder
-from spurline_text.tokenization import SampleCollector, plain_text_notes, store_labels
+from spurline_text.tokenization import SampleCollector, passes_per_epoch, plain_text_notes, store_labels
 from spurline_text.tokenizer import pad_token_id
 
 
