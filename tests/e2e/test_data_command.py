@@ -196,6 +196,9 @@ def test_rows_that_only_the_environment_reads_are_shown_by_what_is_known_of_them
     data = show(rl_config, rows=2)
     assert len(data.rows) == 2
     assert "only the environment reads its columns" in data.rows[0].sequences[0].notes
+    text = printed(data)
+    assert "0 tokens" not in text
+    assert "  | " not in text
 
 
 def printed(data: ShownData, file: io.StringIO | None = None) -> str:

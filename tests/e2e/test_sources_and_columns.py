@@ -181,6 +181,24 @@ def test_a_decorator_has_the_facts_of_the_inner_source_which_alone_refuses_dropo
     assert str(refused.value).count("which compares logprobs") == 1
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "run", "place"),
+    [
+        ({"samples_per_prompt": 3}, {}, {}, "source.of.samples_per_prompt"),
+        ({}, {"first_tokens": 3}, {}, "source.first_tokens"),
+        ({}, {}, {"advantage": "grpo"}, "source.of.advantage"),
+        ({}, {}, {"loss": "grpo"}, "source.of.advantage: grpo"),
+        ({"rewards": "exact_match"}, {}, {}, "source.of.environment.rewards"),
+    ],
+)
+def test_a_setting_at_the_wrong_place_of_a_decorated_source_is_told_the_right_one(
+    base: Config, rollouts: Config, outer: Config, inner: Config, run: Config, place: str
+) -> None:
+    source = {"name": "short_first", "first_tokens": 2, "until_step": 1, "of": rollouts | inner} | outer
+    with pytest.raises(ConfigError, match=rf"(It exists as|: set) {place}\b"):
+        load_config(base | {"source": source} | run, available=AVAILABLE)
+
+
 def test_a_decorated_source_refuses_what_the_inner_one_refuses(base: Config, rollouts: Config) -> None:
     source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": {**rollouts, "samples_per_promt": 2}}
     with pytest.raises(ConfigError, match=r"source\.of\.samples_per_promt.*Did you mean 'samples_per_prompt'"):

@@ -86,10 +86,15 @@ def configs_of(page: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_settings_that_a_page_shows_are_settings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_a_page_shows_are_settings(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for folder in EXAMPLES:
         monkeypatch.syspath_prepend(str(folder / "src"))
-    for line, config in configs_of(path.read_text(encoding="utf-8")):
+    text = path.read_text(encoding="utf-8")
+    # A config may list a plugin that is a file of the page.
+    for name, code in re.findall(r'```python title="(\w+\.py)"\n(.*?)```', text, re.S):
+        (tmp_path / name).write_text(code)
+        monkeypatch.chdir(tmp_path)
+    for line, config in configs_of(text):
         try:
             load_config(config, available=available())
         except Exception as error:

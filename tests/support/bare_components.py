@@ -90,7 +90,7 @@ class LinesConfig(DatasetConfig):
 
 
 class Lines:
-    def __init__(self, config: LinesConfig) -> None:
+    def __init__(self, config: LinesConfig, *, registry: Registry) -> None:
         self.label = Path(config.path).name
         if not Path(config.path).is_file():
             raise DataError(f"{config.path} does not exist.")
@@ -136,8 +136,9 @@ class Held:
     """The samples of some datasets. See `Samples`."""
 
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
-        run, create = context.config, context.host.registry.create
-        rows = [DatasetToTokenize(create("dataset", each), each) for each in configs]
+        run, registry = context.config, context.host.registry
+        create = registry.create
+        rows = [DatasetToTokenize(create("dataset", each, registry=registry), each) for each in configs]
         tokenization = create("tokenization", run.tokenization, tokenizer=context.tokenizer, data=run.data)
         self.tokenized = tokenization.tokenize(rows)
         self._collator = create("collator", run.collator, pad_token_id=PAD, layout=context.layout)

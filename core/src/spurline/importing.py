@@ -1,14 +1,17 @@
-"""Import large libraries quickly and quietly."""
+"""Import large libraries quickly and quietly, and files of Python code by their paths."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
 
 _TALKERS = ("torchao", "torch.utils._pytree")
 """Loggers that print needless warnings when transformers imports torchao."""
@@ -59,3 +62,25 @@ def importing() -> Iterator[None]:
 def quiet_bitsandbytes() -> None:
     """Silence a warning about an unused CPU kernel of bitsandbytes. Call this before importing bitsandbytes or PEFT."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def module_of_file(file: Path, name: str) -> ModuleType:
+    """Import a file as the module `name`. The file may import other files of its folder, as a script can."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, file
+    assert spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    make_importable(file.parent)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def make_importable(folder: Path) -> None:
+    """Append a folder to `sys.path`. Being last, its files do not hide installed modules."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -128,7 +128,7 @@ def test_another_plugin_listed_earlier_offers_a_component_of_the_kind(monkeypatc
         registry.add(FastestConfig, "builtins:object")
 
     module = ModuleType("spurline_fastest")
-    vars(module).update(PLUGIN=Plugin("fastest", api=1), register_components=register_components)
+    vars(module).update(PLUGIN=Plugin("fastest", api=2), register_components=register_components)
     monkeypatch.setitem(sys.modules, "spurline_fastest", module)
     available = AVAILABLE | {"fastest": InstalledPlugin("fastest", "spurline_fastest", "spurline-fastest", "0")}
     settings = {"plugins": ["fastest", "plugin_template"], "plugin_template": {"typical": "fastest"}}

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.nn import Parameter
 
+from spurline.plugins.host import PluginHost
 from spurline.testing import PluginContract
 from spurline_insight.testing import ReportPanelContract
 from spurline_models.testing import LossContract, OptimizerContract
-from spurline_plugin_template.config import FocalConfig, LionConfig, StepTimesPanelConfig
+from spurline_plugin_template.config import FocalConfig, LionConfig, RowsWhereConfig, StepTimesPanelConfig
 from spurline_plugin_template.focal_loss import FocalLoss
 from spurline_plugin_template.lion import Lion
 from spurline_plugin_template.panel import StepTimesPanel
+from spurline_plugin_template.rows_where import RowsWhere
+from spurline_text.configs import HfDatasetConfig
+from spurline_text.testing import DatasetContract
 
 
 class TestPlugin(PluginContract):
     plugin_module = "spurline_plugin_template.plugin"
+
+
+class TestRowsWhere(DatasetContract):
+    def make_dataset(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> RowsWhere:
+        # Between the rows that are taken there is another one.
+        text = "".join(f'{json.dumps(row)}\n{{"prompt": "another"}}\n' for row in rows)
+        (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+        wanted = tuple(row["prompt"] for row in rows)
+        config = RowsWhereConfig(of=HfDatasetConfig(path=f"{folder}/rows.jsonl"), column="prompt", values=wanted)
+        return RowsWhere(config, registry=PluginHost.load([]).registry)
 
 
 class TestFocalLoss(LossContract):

@@ -74,6 +74,21 @@ def test_a_value_of_the_wrong_shape_is_told_the_right_one(failing: Failing, text
 
 
 @pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ("{path: a, share: 0.5}", "data.train has shares with the sum 0.5. The sum must be 1."),
+        ("[{path: a, share: 1}, b]", "the sum 1. The sum must be less than 1, since a dataset has no share."),
+        ("{path: a, share: 1, weight: 2}", "data.train.0.share and weight are both set. Remove one."),
+    ],
+)
+def test_shares_that_leave_no_rest_for_the_others_or_leave_one_for_none_are_refused(
+    failing: Failing, train: str, told: str
+) -> None:
+    (line,) = failing(MINIMAL.replace("rows.jsonl", train) + "\n")
+    assert told in line
+
+
+@pytest.mark.parametrize(
     ("key", "text"),
     [
         ("steps", "steps: true"),

@@ -17,7 +17,7 @@ from fake_plugins import FakePlugins, of_kind, refused
 from spurline import load_config
 from spurline.config.section import ComponentConfig
 from spurline.data.configs import PackedCollatorConfig
-from spurline.errors import PluginError
+from spurline.errors import ConfigError, PluginError
 from spurline.plugins import hookimpl
 from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
 from spurline.plugins.official import install_command
@@ -51,8 +51,8 @@ def test_missing_plugin_lists_what_is_installed_and_a_near_miss(plugins: FakePlu
 def test_plugin_for_another_interface_says_what_to_upgrade(plugins: FakePlugins) -> None:
     available = plugins.add("newer", api=99)
     plugins.add("older", api=0)
-    refused(["newer"], available, "was written for plugin interface 99, this spurline has 1. Upgrade spurline.")
-    refused(["older"], available, "was written for plugin interface 0, this spurline has 1. Upgrade the plugin.")
+    refused(["newer"], available, "was written for plugin interface 99, this spurline has 2. Upgrade spurline.")
+    refused(["older"], available, "was written for plugin interface 0, this spurline has 2. Upgrade the plugin.")
 
 
 def test_required_plugin_must_be_listed_too(plugins: FakePlugins) -> None:
@@ -63,8 +63,8 @@ def test_required_plugin_must_be_listed_too(plugins: FakePlugins) -> None:
 
 
 def test_module_without_a_declaration_or_with_another_name_is_told_so(plugins: FakePlugins) -> None:
-    refused(["bare"], plugins.add("bare", PLUGIN=None), "defines no `PLUGIN = Plugin(name, api=1, ...)`")
-    available = plugins.add("left", PLUGIN=Plugin("right", api=1))
+    refused(["bare"], plugins.add("bare", PLUGIN=None), "defines no `PLUGIN = Plugin(name, api=2, ...)`")
+    available = plugins.add("left", PLUGIN=Plugin("right", api=2))
     refused(["left"], available, "declares the name 'right'; entry point and PLUGIN must agree")
 
 
@@ -111,6 +111,25 @@ def test_a_missing_plugin_of_this_project_is_installed_from_the_checkout_that_co
         text = None if origin is None else json.dumps(origin)
         monkeypatch.setattr(importlib.metadata.PathDistribution, "read_text", lambda _, name, text=text: text)
         assert install_command("async_rl") == f"pip install {package}"
+
+
+def test_a_component_that_an_unlisted_plugin_declares_in_its_metadata_is_named_with_the_plugin(
+    bare: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {
+        "spurline.plugins": [("models", BARE.module), ("waves", "this_import_would_fail")],
+        "spurline.components": [("loss/tide", "this_import_would_fail"), ("section/moon", "this_import_would_fail")],
+    }
+
+    def entry_points(*, group: str) -> list[importlib.metadata.EntryPoint]:
+        return [importlib.metadata.EntryPoint(*entry, group) for entry in entries.get(group, [])]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    with pytest.raises(ConfigError) as caught:
+        load_config({**SETTINGS, "loss": "tide", "moon": {"phase": 1}})
+    listed = "list it under plugins: [waves]."
+    assert f"loss is 'tide', which the plugin 'waves' has: {listed}" in str(caught.value)
+    assert f"moon is a section of the plugin 'waves', which is not enabled: {listed}" in str(caught.value)
 
 
 def test_unlisted_plugin_is_never_imported(plugins: FakePlugins) -> None:

@@ -79,7 +79,12 @@ def test_a_setting_that_changes_tokens_changes_the_key(spurline_chat_file: Path,
 
 def test_every_data_setting_counts_unless_it_is_known_not_to(spurline_chat_file: Path) -> None:
     [dataset] = key_of(spurline_chat_file).parts["datasets"]
-    assert dataset.keys() - {"fingerprint"} == HfDatasetConfig.model_fields.keys() - {"path", "weight", "label"}
+    assert dataset.keys() - {"fingerprint"} == HfDatasetConfig.model_fields.keys() - {
+        "path",
+        "weight",
+        "share",
+        "label",
+    }
     data = key_of(spurline_chat_file).parts["data"]
     assert data.keys() == DataConfig.model_fields.keys() - {"train", "eval", "order"}
 

@@ -14,6 +14,7 @@ from spurline.config.section import Component, ComponentConfig
 from spurline.errors import SAME_NAME, Problem, listing, suggestion
 from spurline.plugins.official import OFFICIAL, how_to_enable, plugin_of_kind, plugin_with
 from spurline.plugins.registry import Registry
+from spurline.protocols.source import SourceConfig
 
 _PROBLEMS_TOLD = 50
 _CHARACTERS_TOLD = 300
@@ -21,17 +22,22 @@ _CHARACTERS_TOLD = 300
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], registry: Registry, unlisted: Collection[str] = ()
+    error: ValidationError,
+    model: type[BaseModel],
+    registry: Registry,
+    unlisted: Mapping[str, Collection[str]],
+    sources: Mapping[str, type[BaseModel]],
 ) -> list[Problem]:
     """Return one Problem for each key path. If a value may have several types, its message joins the errors of all.
 
-    `model` is the config model that raised the error. `unlisted` are installed plugins that are not enabled.
+    `model` is the config model that raised the error. `unlisted` has the installed plugins that are not enabled, each
+    with the components that it declares in its metadata. `sources` are the sources of the file by their key paths.
     """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
     # Explain only the first problems, since the search for the nearest name takes milliseconds for each.
     told = all_details[:_PROBLEMS_TOLD]
-    explained = _Explainer(model, registry, unlisted)
+    explained = _Explainer(model, registry, unlisted, sources)
     for details in told:
         place = details["loc"]
         # If the only item of a list is invalid, pydantic also calls the list too short. Report only the item's error.
@@ -52,10 +58,17 @@ def explain(
 class _Explainer:
     """Writes the messages for the errors of one config."""
 
-    def __init__(self, model: type[BaseModel], registry: Registry, unlisted: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: type[BaseModel],
+        registry: Registry,
+        unlisted: Mapping[str, Collection[str]],
+        sources: Mapping[str, type[BaseModel]],
+    ) -> None:
         self._model = model
         self._registry = registry
         self._unlisted = unlisted
+        self._sources = sources
 
     def message(self, details: ErrorDetails, path: list[str], owner: type[BaseModel] | None) -> str:
         """Return what is wrong with the value at a key path. `owner` is the section that contains the last key."""
@@ -104,7 +117,7 @@ class _Explainer:
     def _plugin_of_section(self, path: list[str]) -> str:
         """Return how to enable the plugin that has this section, or an empty string if no known plugin has it."""
         key = ".".join(path)
-        plugin = key if key in self._unlisted else plugin_with("section", key)
+        plugin = key if key in self._unlisted else self._plugin_with("section", key)
         if plugin is None:
             return ""
         how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
@@ -115,6 +128,9 @@ class _Explainer:
         key = path[-1]
         kind = owner.kind if issubclass(owner, ComponentConfig) else ""
         registry = self._registry
+        wrapped = [place for place, config in self._sources.items() if key in config.model_fields]
+        if kind == SourceConfig.kind and wrapped:
+            return f" It exists as {wrapped[0]}.{key}."
         having = [name for name in registry.names(kind) if key in registry.get(kind, name).config.model_fields]
         if having:
             return f" It is a setting of {' and '.join(having)}: add `name: {having[0]}`."
@@ -122,7 +138,13 @@ class _Explainer:
         # The user most likely meant one of the settings with the shortest paths.
         depth = min((place.count(".") for place in found), default=0)
         homes = [place for place in found if place.count(".") == depth]
-        return f" It exists as {' and '.join(homes[:3])}." if homes else ""
+        return f" It exists as {' and '.join(map(self._in_source, homes[:3]))}." if homes else ""
+
+    def _in_source(self, place: str) -> str:
+        """Return the key path of a setting, in the source that a source of the file wraps if only that one has it."""
+        head, _, rest = place.partition(".")
+        having = [path for path, config in self._sources.items() if rest.partition(".")[0] in config.model_fields]
+        return f"{having[0]}.{rest}" if head == "source" and having else place
 
     def _missing_component(self, path: list[str]) -> str:
         """Return which plugin has a required component, or an empty string for any other setting."""
@@ -141,6 +163,11 @@ class _Explainer:
         how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
         return f"no enabled plugin has {wanted}. The plugin '{plugin}' has {'one' if which else 'some'}: {how}."
 
+    def _plugin_with(self, kind: str, name: str) -> str | None:
+        """Return the plugin that has this component or section, though it is not enabled, or None if it is unknown."""
+        declaring = (plugin for plugin, components in self._unlisted.items() if f"{kind}/{name}" in components)
+        return next(declaring, None) or plugin_with(kind, name)
+
     def _unknown_component(self, details: ErrorDetails) -> str:
         # `config.assembly` puts kind and shorthand into the message.
         kind, shorthand = details["msg"].split(" ")
@@ -148,7 +175,8 @@ class _Explainer:
         given: Mapping[str, Any] = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
         name: Any = given.get("name")
         names = self._registry.names(kind)
-        if not names and (not isinstance(name, str) or plugin_with(kind, name) is None):
+        plugin = self._plugin_with(kind, name) if isinstance(name, str) else None
+        if not names and plugin is None:
             return f"is given, but {self._no_plugin_has(kind)}"
         if not isinstance(name, str):
             short = f"its {shorthand}, or a mapping with `name:`"
@@ -156,7 +184,6 @@ class _Explainer:
         others = [other for other in names if other != name]
         if name in names:
             return f"is '{name}', which cannot contain itself. Choose another {kind}: {listing(others)}."
-        plugin = plugin_with(kind, name)
         if plugin is not None:
             how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
             without = f" Available without it: {listing(names)}." if names else ""
@@ -173,7 +200,7 @@ class _Explainer:
         """Return where a component of another kind belongs, and which settings go with it."""
         places = _places(lambda _, members: config.kind in [getattr(each, "kind", "") for each in members], self._model)
         place = min(places, key=lambda place: place.count("."), default="")
-        setting = f": set {place}: {name}" if place else ""
+        setting = f": set {self._in_source(place)}: {name}" if place else ""
         beside = f", and {config.goes_with}" if config.goes_with else ""
         return f" '{name}' is {_with_article(config.kind)}{setting}{beside}."
 

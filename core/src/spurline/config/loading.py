@@ -25,7 +25,7 @@ from spurline.config.paths import ConfigPlace, expanded
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
-from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
+from spurline.plugins.host import InstalledPlugin, PluginHost, declared_components, installed_plugins, is_file
 from spurline.plugins.official import section_names
 from spurline.plugins.registry import Registry, resolve
 from spurline.protocols.source import SourceConfig
@@ -94,11 +94,12 @@ def load_config(
     file = None if isinstance(source, Mapping) else Path(source)
     document = Document("config", plain(source)) if file is None else read_document(file)
     apply_overrides(document, overrides)
-    host = _loaded_plugins(document, available)
-    model = config_model(host)
-    values = _with_defaults_of_source(document.values, host.registry)
-    values = _without_absent_sections(values, host.registry, only_null=not recorded)
     folder = None if file is None else file.absolute().parent
+    host = _loaded_plugins(document, available, ConfigPlace(folder))
+    model = config_model(host)
+    sources = dict(_sources("source", document.values.get("source"), host.registry))
+    values = _with_defaults_of_source(document.values, sources)
+    values = _without_absent_sections(values, host.registry, only_null=not recorded)
     keeper = _keeper(host.registry, document.values) if file is None and not recorded else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
     # Close it when the host is freed, since every copy of the config refers to the host.
@@ -110,8 +111,9 @@ def load_config(
             raise _config_error(problems, document)
     except ValidationError as error:
         known = installed_plugins() if available is None else available
-        unlisted = sorted(set(known) - set(host.plugins))
-        raise _config_error(explain(error, model, host.registry, unlisted=unlisted), document) from None
+        declared = declared_components()
+        unlisted = {name: declared.get(name, ()) for name in sorted(set(known) - set(host.plugins))}
+        raise _config_error(explain(error, model, host.registry, unlisted, sources), document) from None
     return LoadedConfig(config, host, document.origin, file, tuple(overrides))
 
 
@@ -140,28 +142,27 @@ def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | Non
     return resolve(registry.keeper, "class that saves the objects of a Python program")(Path(run_dir).absolute())
 
 
-def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """Return the values, completed by the components that the chosen source uses by default."""
+def _with_defaults_of_source(values: Mapping[str, Any], sources: Mapping[str, type[SourceConfig]]) -> dict[str, Any]:
+    """Return the values, completed by the components that the sources use by default. The outer source counts first."""
     completed = dict(values)
-    for setting, default in _run_defaults(values.get("source"), registry).items():
+    defaults = [item for config in sources.values() for item in config.run_defaults.items()]
+    for setting, default in dict(reversed(defaults)).items():
         given = completed.setdefault(setting, {})
         if isinstance(given, Mapping) and BARE not in given:
             completed[setting] = {"name": default, **given}
     return completed
 
 
-def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
-    """Return the `run_defaults` of a source, including the defaults of the source that it wraps, if any."""
+def _sources(key: str, value: Any, registry: Registry) -> Iterator[tuple[str, type[SourceConfig]]]:
+    """Yield (key path, config class) of the source with these settings, and of each source that it wraps."""
     source: Any = expand_shorthand(value, "name")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
     name: Any = settings.get("name")
-    if not isinstance(name, str) or name not in registry.all_names("source"):
-        return {}
-    config = cast("type[SourceConfig]", registry.get("source", name).config)
-    inner: Mapping[str, str] = (
-        {} if config.decorates is None else _run_defaults(settings.get(config.decorates), registry)
-    )
-    return {**inner, **config.run_defaults}
+    if isinstance(name, str) and name in registry.all_names("source"):
+        config = cast("type[SourceConfig]", registry.get("source", name).config)
+        yield key, config
+        if config.decorates is not None:
+            yield from _sources(f"{key}.{config.decorates}", settings.get(config.decorates), registry)
 
 
 def _config_error(problems: Sequence[Problem], document: Document) -> ConfigError:
@@ -176,11 +177,17 @@ def _note_of_override(key: str, document: Document) -> str:
     return f" (from --set {override})" if override is not None else ""
 
 
-def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin] | None) -> PluginHost:
+def _loaded_plugins(
+    document: Document, available: Mapping[str, InstalledPlugin] | None, place: ConfigPlace
+) -> PluginHost:
+    """Load the plugins, and make the paths of files absolute, since other processes load the same plugins."""
     names = _plugin_names(document)
     try:
+        names = [place.find(expanded(name)) or name if is_file(name) else name for name in names]
+        if names:
+            document.values["plugins"] = names
         return PluginHost.load(names, available)
-    except PluginError as error:
+    except (PluginError, PydanticCustomError) as error:
         line = document.lines.get("plugins")
         place = f"{document.origin}:{line}" if line else document.origin
         note = _note_of_override("plugins", document)
@@ -197,7 +204,8 @@ def _plugin_names(document: Document) -> list[str]:
     names = document.values.get("plugins", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in cast("list[Any]", names)):
         return cast("list[str]", names)
-    problem = Problem("plugins", f"must be a list of plugin names, such as [collation_fast]; it is {names!r}.")
+    listed = "names of plugins and paths of files, such as [collation_fast, ./mine.py]"
+    problem = Problem("plugins", f"must be a list of {listed}; it is {names!r}.")
     raise _config_error([problem], document)
 
 

@@ -92,6 +92,13 @@ class DataConfig(Section):
     """The order of the samples: shuffled in each epoch (`uniform`), in file order (`sequential`), by length, by
     difficulty or by reward."""
 
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        shares = [dataset.share for dataset in self.train if dataset.share is not None]
+        given, leaves_rest = sum(shares), len(shares) < len(self.train)
+        if shares and not (given < 1 if leaves_rest else math.isclose(given, 1)):
+            wanted = "less than 1, since a dataset has no share" if leaves_rest else "1"
+            yield Problem("train", f"has shares with the sum {given:g}. The sum must be {wanted}.")
+
 
 CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
 """Bundled chat templates. The plugin `text` has a file `chats/templates/NAME.jinja` for each."""
@@ -328,8 +335,9 @@ class RunConfig(Section):
     """One training run: the whole configuration file."""
 
     plugins: Annotated[tuple[str, ...], OnResume.BY_NAME] = ()
-    """Plugins to enable besides the default ones, in the order in which their hooks are called. `-NAME` leaves out a
-    default plugin."""
+    """Plugins to enable besides the default ones, in the order in which their hooks are called: names of installed
+    plugins, and paths of files, such as `./mine.py`, relative to the config file. `-NAME` leaves out a default plugin.
+    """
     run_dir: Annotated[Path, OnResume.FREE, PathSetting()] = Path("runs/default")
     """Folder for metrics, checkpoints and the report of one run. A relative path begins at the working directory."""
     seed: int = Field(default=0, ge=0, lt=2**63)

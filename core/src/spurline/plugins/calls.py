@@ -116,9 +116,9 @@ def _check_metrics(plugin: str, inner: Mapping[str, float] | None, result: objec
             )
 
 
-def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Return the last file and line of the plugin in the traceback of an error."""
-    frames = traceback.extract_tb(error.__traceback__)
+def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """Return the last file and line in the traceback of an error, in the file of `function` if it occurs there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     code: Any = getattr(function, "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     place = (own or frames)[-1]

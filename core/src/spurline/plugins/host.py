@@ -1,7 +1,8 @@
 """Find, check, order and load plugins, and call their hooks.
 
-A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. The host imports
-the plugins that the config lists, and installed plugins of `DEFAULT_PLUGINS`. `PluginHost` is a typed facade over
+A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls, or a file that the
+config lists, as in `plugins: [./mine.py]`. The host imports the plugins that the config lists, and installed plugins of
+`DEFAULT_PLUGINS`. `PluginHost` is a typed facade over
 pluggy. Each process of a run has its own host, made from the names of plugins. Hookimpls are checked before pluggy
 registers them, since pluggy silently ignores misspelled hooks and arguments with defaults.
 """
@@ -15,24 +16,32 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import pluggy
+import xxhash
 
 from spurline.config.section import Section
-from spurline.errors import PluginError, listing, nearest, suggestion
+from spurline.errors import PluginError, SpurlineError, listing, nearest, suggestion
+from spurline.importing import module_of_file
 from spurline.plugins import hookspecs
 from spurline.plugins.calls import TRAIN_STEP, HookCalls, place_of
+from spurline.plugins.changes import changes_since, where_now
 from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL, install_command, plugin_with
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
-API_VERSION = 1
-"""Version of the plugin interface. A plugin states the version that it was written for."""
+API_VERSION = 2
+"""Version of the plugin interface. A plugin states the version that it was written for. `changes.toml` lists what each
+version has changed."""
 
 ENTRY_POINT_GROUP = "spurline.plugins"
+COMPONENT_GROUP = "spurline.components"
 COMMAND_GROUP = "spurline.commands"
 REGISTER = "register_components"
+_CONTENT = "__spurline_content__"
+"""Attribute of a module that was imported from a file: the path and the digest of its content."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,23 @@ class Plugin:
 
 @dataclass(frozen=True)
 class InstalledPlugin:
-    """A plugin as package metadata describes it. Its module has not been imported."""
+    """A plugin as package metadata describes it, or a file with a digest as its version. It has not been imported."""
 
     name: str
     module: str
     distribution: str
     version: str
+
+    @classmethod
+    def of_file(cls, path: str) -> InstalledPlugin:
+        """Describe the plugin in a file. Raises PluginError if the file cannot be read."""
+        file = Path(path).absolute()
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            near = suggestion(file.name, [entry.name for entry in file.parent.glob("*.py")])
+            raise PluginError(f"The file {file} cannot be read: {error.strerror}.{near}") from None
+        return cls(path, str(file), file.name, xxhash.xxh3_64_hexdigest(content))
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,19 @@ def installed_plugins() -> dict[str, InstalledPlugin]:
     return found
 
 
+def declared_components() -> dict[str, list[str]]:
+    """Return what each installed plugin declares as its components, as `KIND/NAME`, from package metadata.
+
+    Entry points of group `spurline.components` have the module of the plugin as their value.
+    """
+    plugins = {plugin.module: name for name, plugin in installed_plugins().items()}
+    found: dict[str, list[str]] = {name: [] for name in plugins.values()}
+    for entry in importlib.metadata.entry_points(group=COMPONENT_GROUP):
+        if entry.value in plugins:
+            found[plugins[entry.value]].append(entry.name)
+    return found
+
+
 class PluginHost:
     """The plugins of one run: their components in `registry`, their hooks as methods of `hooks`."""
 
@@ -109,7 +142,7 @@ class PluginHost:
         """Load core, the default plugins that are installed, and the named plugins, in this order.
 
         Args:
-            names: Names of plugins as in the config. `-NAME` leaves out a default plugin.
+            names: Names of plugins as in the config, or paths of files. `-NAME` leaves out a default plugin.
             available: Installed plugins by name. If None, they are read from package metadata. Default plugins are
                 always read from package metadata too.
 
@@ -122,8 +155,13 @@ class PluginHost:
         installed = installed_plugins()
         defaults = {name: installed[name] for name in DEFAULT_PLUGINS if name in installed}
         known = installed if available is None else {**defaults, **available}
+        known |= {name: InstalledPlugin.of_file(name) for name in names if is_file(name)}
         for name in _loaded_names(names, known):
-            host.plugins[name] = _import_plugin(known[name])
+            loaded = _import_plugin(known[name])
+            rival = host.plugins.setdefault(loaded.declaration.name, loaded)
+            if rival is not loaded:
+                both = f"{rival.module.__file__} and {loaded.module.__file__}"
+                raise PluginError(f"Two plugins are named '{loaded.declaration.name}': {both}. Rename one.")
         host._check_relations(names)
         host._register()
         return host
@@ -238,6 +276,11 @@ class PluginHost:
                 ) from error
 
 
+def is_file(name: str) -> bool:
+    """Return whether an entry of the config's `plugins` is the path of a file."""
+    return name.endswith(".py")
+
+
 def _do_without(name: str) -> str:
     """Return how to leave out a default plugin, which is loaded even if the config does not name it."""
     return f" To do without it, set plugins: [-{name}]." if name in DEFAULT_PLUGINS else ""
@@ -284,25 +327,48 @@ def _not_installed(name: str, known: Mapping[str, InstalledPlugin]) -> str:
 
 def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
     where = f"Plugin '{installed.name}' ({installed.distribution} {installed.version}, module {installed.module})"
+    from_file = is_file(installed.name)
     try:
-        module = importlib.import_module(installed.module)
+        module = _module_of_file(installed) if from_file else importlib.import_module(installed.module)
+    except SpurlineError:
+        raise
     except Exception as error:
-        told = f"{type(error).__name__}: {error}{_do_without(installed.name)}"
+        place = place_of(error)
+        at = "" if place.startswith(__file__) else f" ({place})"
+        told = f"{type(error).__name__}: {error}{at}{where_now(error)}{_do_without(installed.name)}"
         raise PluginError(f"{where} cannot be imported: {told}") from error
-    declaration = getattr(module, "PLUGIN", None)
+    declaration = getattr(module, "PLUGIN", Plugin(module.__name__, API_VERSION) if from_file else None)
     if not isinstance(declaration, Plugin):
         raise PluginError(
             f"{where} defines no `PLUGIN = Plugin(name, api={API_VERSION}, ...)` from spurline.plugins.host."
         )
-    if declaration.name != installed.name:
+    if declaration.name != installed.name and not from_file:
         raise PluginError(f"{where} declares the name '{declaration.name}'; entry point and PLUGIN must agree.")
     if declaration.api != API_VERSION:
         newer = "Upgrade spurline" if declaration.api > API_VERSION else "Upgrade the plugin"
         raise PluginError(
             f"{where} was written for plugin interface {declaration.api}, this spurline has {API_VERSION}. {newer}."
-            f"{_do_without(installed.name)}"
+            f"{_do_without(installed.name)}{changes_since(declaration.api)}"
         )
     return LoadedPlugin(declaration, module, installed.distribution, installed.version)
+
+
+def _module_of_file(plugin: InstalledPlugin) -> ModuleType:
+    """Import a file, unless it has been imported with this content.
+
+    The module has the name of the file. Therefore other processes can unpickle its objects, since they have the same
+    `sys.path`.
+    """
+    name = Path(plugin.module).stem
+    present, content = sys.modules.get(name), (plugin.module, plugin.version)
+    known = getattr(present, _CONTENT, None)
+    if present is not None and known == content:
+        return present
+    if present is not None and known is None and present.__file__ != plugin.module:
+        raise PluginError(f"The file {plugin.module} has the name of the module {present.__file__}. Rename the file.")
+    module = module_of_file(Path(plugin.module), name)
+    setattr(module, _CONTENT, content)
+    return module
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import SAME_NAME, PluginError, SpurlineError, listing, suggestion
+from spurline.plugins.changes import where_now
 from spurline.plugins.official import DEFAULT_PLUGINS
 
 CORE = "core"
@@ -344,9 +345,8 @@ def resolve(reference: str, what: str) -> Callable[..., Any]:
     except SpurlineError:
         raise
     except Exception as error:
-        raise PluginError(
-            f"The {what} cannot be imported from '{reference}': {type(error).__name__}: {error}."
-        ) from error
+        told = f"{type(error).__name__}: {error}.{where_now(error)}"
+        raise PluginError(f"The {what} cannot be imported from '{reference}': {told}") from error
     if not hasattr(module, attribute):
         raise PluginError(f"The {what} names '{reference}', but {module_name} has no '{attribute}'.")
     return getattr(module, attribute)

@@ -21,6 +21,8 @@ class DatasetConfig(ComponentConfig):
     """True if the component is a stream (`spurline_text.datasets.protocols`), which only some sources can read."""
 
     def problems(self, run: Any) -> Iterable[Problem]:
+        if self.share is not None and "weight" in self.model_fields_set:
+            yield Problem("share", "and weight are both set. Remove one.")
         if self.streams and not (run.source.facts.reads_streams and self in run.data.train):
             fix = "Set source: stream, or name: hf." if self in run.data.train else "Set name: hf."
             yield Problem(
@@ -39,6 +41,9 @@ class DatasetConfig(ComponentConfig):
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows one half of the rows in one epoch and
     the other half in the next. The weight of a stream is its share of all rows, relative to the other weights."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """Part of an epoch's samples that come from this dataset, such as 0.7, whatever its size. Datasets with a `weight`
+    divide the rest. Shares do not change the number of samples in an epoch. The share of a stream counts rows."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop the run at the first malformed row (`error`), or leave out and count malformed rows (`skip`)."""
     label: str | None = None
@@ -62,9 +67,10 @@ DatasetList = Annotated[
 class Dataset(Protocol):
     """Random access to rows.
 
-    Factory: `Class(config)` with a DatasetConfig. Raises DataError if the data cannot be found or read. The rows should
-    be opened on first use, since only `label` and `fingerprint` are read if a cache has the tokens. Several processes
-    can tokenize the dataset if it can be pickled.
+    Factory: `Class(config, registry=Registry)` with a DatasetConfig. A dataset of other datasets makes them with
+    `registry.create("dataset", config.of, registry=registry)`. It raises DataError if the data cannot be found or read.
+    The rows should be opened on first use, since only `label` and `fingerprint` are read if a cache has the tokens.
+    Several processes can tokenize the dataset if it can be pickled, so it keeps the other datasets, not the registry.
 
     label: short name used in uids and reports.
     """

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from spurline.config.loading import config_model
 from spurline.config.section import ComponentConfig
-from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin, PluginHost, installed_plugins
+from spurline.plugins.host import (
+    API_VERSION,
+    InstalledPlugin,
+    Plugin,
+    PluginHost,
+    declared_components,
+    installed_plugins,
+)
 from spurline.plugins.registry import resolve
 from spurline.protocols.tracker import RunInfo, Tracker
 
@@ -51,6 +58,12 @@ class PluginContract:
         declaration = self.declaration()
         assert (type(declaration), declaration.api) == (Plugin, API_VERSION)
         assert declaration.name in self.load().plugins
+
+    def test_components_that_the_metadata_declares_are_registered(self) -> None:
+        host, name = self.load(), self.declaration().name
+        sections = [f"section/{key}" for key, section in host.registry.sections.items() if section.plugin == name]
+        components = [f"{entry.kind}/{entry.name}" for entry in host.registry.entries(name)]
+        assert {*declared_components().get(name, ())} <= {*sections, *components}
 
     def test_every_component_resolves_to_a_factory(self) -> None:
         for entry in self.load().registry.entries(self.declaration().name):

@@ -10,7 +10,7 @@ from spurline_plugin_ema.config import EmaConfig
 if TYPE_CHECKING:
     from spurline import Run
 
-PLUGIN = Plugin("ema", api=1, config=EmaConfig)
+PLUGIN = Plugin("ema", api=2, config=EmaConfig)
 
 
 @hookimpl

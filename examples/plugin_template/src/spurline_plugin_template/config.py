@@ -13,6 +13,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, OnResume, Section
 from spurline.errors import Problem
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.order import OrderConfig
@@ -50,6 +51,18 @@ class ByDifficultyConfig(OrderConfig):
     """Column with a number that is larger for harder rows. Dots in the name lead into nested objects."""
     sorted_epochs: int = Field(default=1, ge=1)
     """Number of first epochs that are sorted."""
+
+
+class RowsWhereConfig(DatasetConfig):
+    """Rows of another dataset that have one of these values in a column. Formats and columns are set here."""
+
+    name: str = "rows_where"
+    of: Annotated[DatasetConfig, Component("dataset", shorthand="path")]
+    """The other dataset."""
+    column: str
+    """Column with the value."""
+    values: tuple[str, ...] = Field(min_length=1)
+    """Values of the rows to take, as text."""
 
 
 class FocalConfig(LossConfig):

@@ -13,6 +13,7 @@ from spurline_plugin_template.config import (
     ByDifficultyConfig,
     FocalConfig,
     LionConfig,
+    RowsWhereConfig,
     StepTimesPanelConfig,
     TemplateConfig,
 )
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from spurline.run.run import Run
 
 # `api` is the version of the plugin interface. Write a number here, so that later versions of Spurline can refuse it.
-PLUGIN = Plugin("plugin_template", api=1, config=TemplateConfig)
+PLUGIN = Plugin("plugin_template", api=2, config=TemplateConfig)
 
 
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
     registry.add(FocalConfig, "spurline_plugin_template.focal_loss:FocalLoss")
     registry.add(ByDifficultyConfig, "spurline_plugin_template.by_difficulty:ByDifficulty")
+    registry.add(RowsWhereConfig, "spurline_plugin_template.rows_where:RowsWhere")
     registry.add(LionConfig, "spurline_plugin_template.lion:Lion")
     registry.add(StepTimesPanelConfig, "spurline_plugin_template.panel:StepTimesPanel")
     registry.add_kind(TypicalTimeConfig, "spurline_plugin_template.typical_time:TypicalTime")

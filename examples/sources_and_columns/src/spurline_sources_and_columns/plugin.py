@@ -5,7 +5,7 @@ from __future__ import annotations
 from spurline.plugins import ComponentRegistrar, Plugin, hookimpl
 from spurline_sources_and_columns.config import RowGradientConfig, RowWeightConfig, ShortFirstConfig, WindowsConfig
 
-PLUGIN = Plugin("sources_and_columns", api=1)
+PLUGIN = Plugin("sources_and_columns", api=2)
 
 
 @hookimpl

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spurline.config.run_config import RunConfig
+from spurline.config.section import sections_within
 from spurline_models.backend_config import ColocatedEngine, MemoryEstimate
 from spurline_models.machine import memory_bytes, num_gpus
-from spurline_planning.protocols import PlansLayouts, PlansMemory
+from spurline_planning.protocols import HoldsMemory, PlansLayouts, PlansMemory
 
 SHARE_USED = 0.9
 """Share of a device's memory that a run may use. Kernels, network buffers and the allocator need the rest."""
@@ -44,7 +45,13 @@ def estimate_load(run: RunConfig, load: Load) -> MemoryEstimate | None:
     if not isinstance(run.backend, PlansMemory):
         return None
     estimate = run.backend.estimate_memory(run, load.row_length, load.tokens)
-    if estimate is None or not load.generation:
+    if estimate is None:
+        return None
+    for path, section in sections_within(run):
+        if isinstance(section, HoldsMemory):
+            held = {f"{name} ({path})": size for name, size in section.held_memory(run).items()}
+            estimate = replace(estimate, kept={**estimate.kept, **held})
+    if not load.generation:
         return estimate
     generation = {f"{name}, while generating": size for name, size in load.generation.items()}
     return replace(estimate, moments=(*estimate.moments, generation))

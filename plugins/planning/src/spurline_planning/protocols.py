@@ -42,6 +42,18 @@ class PlansMemory(Protocol):
 
 
 @runtime_checkable
+class HoldsMemory(Protocol):
+    """Settings of any component, such as a source or a reward, that has a model of its own beside the trained one."""
+
+    def held_memory(self, run: RunConfig) -> Mapping[str, int]:
+        """Return the bytes of each part that stays on the trainer's device during the whole run, by its words.
+
+        For example, `{"weights of the judge": 1 << 30}`. Return {} if other devices hold the model.
+        """
+        ...
+
+
+@runtime_checkable
 class PlansLayouts(Protocol):
     """Settings of a backend that divides a model among ranks."""
 

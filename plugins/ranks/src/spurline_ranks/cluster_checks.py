@@ -17,7 +17,7 @@ from typing import Any
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
 from spurline.files import scratch_inside
-from spurline.plugins.host import installed_plugins
+from spurline.plugins.host import InstalledPlugin, installed_plugins, is_file
 from spurline.plugins.official import DEFAULT_PLUGINS
 from spurline_ranks.cluster import cluster_needs
 
@@ -53,7 +53,7 @@ def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, st
         plugins: The setting `plugins`. Default plugins are added, unless `-NAME` leaves one out.
         needed: Modules to look for besides the usual libraries.
     """
-    known = installed_plugins()
+    known = installed_plugins() | {name: InstalledPlugin.of_file(name) for name in plugins if is_file(name)}
     default = [name for name in DEFAULT_PLUGINS if f"-{name}" not in plugins and name not in plugins]
     enabled = [*default, *(name for name in plugins if not name.startswith("-"))]
     return {

@@ -26,7 +26,7 @@ from spurline_rl.protocols.environment import Task
 from spurline_rl.trajectory import Group, terms_of
 from spurline_text.prompts import question_key
 from spurline_text.sources.sft import ColumnsOfRows, note_of_shared
-from spurline_text.tokenization import check_rows, open_datasets, share_read, store_labels
+from spurline_text.tokenization import check_rows, open_datasets, passes_per_epoch, share_read, store_labels
 
 _ROWS_COMPARED = 10_000
 """Number of rows of each dataset that are compared with held-out prompts."""
@@ -95,14 +95,15 @@ class PromptDraws:
         self._labels = store_labels(datasets)
         self._sizes = [len(item.dataset) for item in datasets]
         self._starts = np.cumsum([0, *self._sizes])
-        weights = tuple(item.config.weight for item in datasets)
+        configs = [item.config for item in datasets]
+        weights = passes_per_epoch(configs, self._sizes)
         columns = ColumnsOfRows(datasets, [np.arange(size, dtype=np.int64) for size in self._sizes])
         self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
         # An asynchronous source draws on one thread and observes on another.
         self._order_lock = threading.Lock()
         # Count also the rows that a row limit left unread.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
-        self.prompts_per_epoch = sum(epoch_shares(whole, weights))
+        self.prompts_per_epoch = sum(epoch_shares(whole, passes_per_epoch(configs, whole)))
         self._read_in_part = whole != self._sizes
         self._namespace = namespace
         self._skipped: dict[str, str] = {}

@@ -10,7 +10,6 @@ FOLDER/module:function      a module in this folder
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -22,6 +21,7 @@ from typing import Any
 import xxhash
 
 from spurline.errors import PluginError, SpurlineError, listing, suggestion
+from spurline.importing import make_importable, module_of_file
 from spurline_rl.function_settings import function_of, is_reference
 
 FUNCTION_PATH = r"^(.*/)?[^/:]+:\w+$"
@@ -65,7 +65,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 def _from_name(source: str, path: str, what: str) -> ModuleType:
     folder, slash, name = source.rpartition("/")
     # In a console script, Python does not search the working directory, where users' functions usually are.
-    _make_importable(Path(folder or "/") if slash else Path.cwd())
+    make_importable(Path(folder or "/") if slash else Path.cwd())
     module = importlib.import_module(name)
     if slash and not str(module.__file__).startswith(f"{folder}/"):
         raise PluginError(
@@ -87,27 +87,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
     content = file.read_bytes()
     # The content is part of the name, so that a notebook imports a changed file again.
     name = f"{file.stem}-{xxhash.xxh3_64_hexdigest(os.fsencode(file) + content)}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None, file
-    assert spec.loader is not None, file
-    module = importlib.util.module_from_spec(spec)
-    # Let the file import other files of its folder, as a script can.
-    _make_importable(file.parent)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _make_importable(folder: Path) -> None:
-    # Append the folder to the path, so that its files do not hide installed modules.
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    return sys.modules[name] if name in sys.modules else module_of_file(file, name)
 
 
 def _explain(error: Exception, source: str) -> str:

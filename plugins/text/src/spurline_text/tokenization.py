@@ -80,7 +80,7 @@ def open_datasets(
     Raises DataError for data that cannot be found or read, and for names in `columns` that no row has. Without the
     check of names, a misspelled name of an optional column such as `system` would be ignored.
     """
-    opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
+    opened: list[Dataset] = [registry.create("dataset", config, registry=registry) for config in configs]
     for dataset, config in zip(opened, configs, strict=True):
         problem = unknown_column_problem(config.columns)
         if config.columns and problem is None:
@@ -138,6 +138,18 @@ def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
         len(item.dataset) / max(1, item.dataset.whole) if isinstance(item.dataset, FirstRows) else 1.0
         for item in datasets
     ]
+
+
+def passes_per_epoch(datasets: Sequence[DatasetConfig], sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the passes over each dataset in one epoch, by its `weight` or `share` and its number of samples."""
+    amounts = [size * dataset.weight for dataset, size in zip(datasets, sizes, strict=True)]
+    weighted = sum(amount for amount, dataset in zip(amounts, datasets, strict=True) if dataset.share is None)
+    # Without shares this is exactly 1.
+    rest = (1 - sum(dataset.share or 0 for dataset in datasets)) * sum(amounts) / weighted if weighted else 0.0
+    return tuple(
+        dataset.weight * rest if dataset.share is None else dataset.share * sum(amounts) / max(1, size)
+        for dataset, size in zip(datasets, sizes, strict=True)
+    )
 
 
 def tokenize(

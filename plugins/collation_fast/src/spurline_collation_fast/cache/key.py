@@ -37,7 +37,7 @@ LIBRARIES = ("datasets", "jinja2", "pyarrow", "tokenizers", "transformers")
 _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
 """Names that a chat template uses to print the date, as Llama 3.2 does in the system prompt."""
 
-_UNUSED_OF_DATASET = {"weight", "label"}
+_UNUSED_OF_DATASET = {"weight", "share", "label"}
 """Settings that act only after tokenization, so the key does not contain them. The key contains no paths either."""
 
 _UNUSED_OF_DATA = {"train", "eval", "order"}

@@ -47,7 +47,9 @@ class ShownSequence:
 
     @property
     def heading(self) -> str:
-        """Return a line with the kind, id, number of tokens, and number of trained tokens."""
+        """Return a line with the kind and id, and if tokens are known, their number and the number of trained ones."""
+        if self.kind == "prompt" and not self.pieces:
+            return f"prompt {self.uid}"
         trained = f", {np.count_nonzero(self.weights):,} trained" if self.kind != "prompt" else ""
         return f"{self.kind} {self.uid}: {len(self.pieces):,} tokens{trained}"
 

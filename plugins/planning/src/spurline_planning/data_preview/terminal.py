@@ -34,7 +34,7 @@ def print_data(data: ShownData, file: IO[str]) -> None:
             console.print(f"  -- {printable(sequence.heading)}", style="yellow")
             for note in sequence.notes:
                 console.print(f"     {printable(note)}", style="yellow")
-            for line in marked(sequence).split():
+            for line in marked(sequence).split() if sequence.pieces else ():
                 console.print(Text.assemble("  | ", line))
 
 

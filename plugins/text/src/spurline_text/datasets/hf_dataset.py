@@ -88,7 +88,7 @@ class HfDataset:
     takes all rows, `fingerprint` hashes the files without loading them.
     """
 
-    def __init__(self, config: HfDatasetConfig) -> None:
+    def __init__(self, config: HfDatasetConfig, *, registry: object = None) -> None:
         self._config = config
         self._path = config.path
         self._split = Split(config.split, config.path)

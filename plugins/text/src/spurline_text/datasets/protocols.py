@@ -36,7 +36,7 @@ class RowReader(Protocol):
 class StreamedDataset(Protocol):
     """Rows that are read once, in order, from data that is too large to read twice. Its config has `streams = True`.
 
-    Factory: `Class(config)` with a DatasetConfig. Raises DataError if the data cannot be found.
+    Factory: `Class(config, registry=Registry)` with a DatasetConfig. Raises DataError if the data cannot be found.
 
     label: short name used in uids and reports.
     """

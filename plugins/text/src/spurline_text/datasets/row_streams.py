@@ -30,7 +30,7 @@ _ROWS_AT_ONCE = 128
 class HfStream:
     """Rows of JSON lines or parquet files, or of a hub dataset, in order."""
 
-    def __init__(self, config: HfStreamConfig) -> None:
+    def __init__(self, config: HfStreamConfig, *, registry: object = None) -> None:
         self._config = config
         self.label = config.label or default_label(config.path)
         self._files = _files(config) if looks_local(config.path) else None

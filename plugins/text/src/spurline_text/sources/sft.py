@@ -27,7 +27,7 @@ from spurline.protocols.source import BatchSource, Samples, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.rows.rows import column_paths, describe, value_at
-from spurline_text.tokenization import open_datasets, plain_text_notes, share_read, tokenize
+from spurline_text.tokenization import open_datasets, passes_per_epoch, plain_text_notes, share_read, tokenize
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000
@@ -193,12 +193,12 @@ class SftSource(BatchSource):
         run = context.config
         self._batch_size = run.batch_size
         self._samples = SampleSet(run.data.train, context) if samples is None else samples
-        weights = [dataset.weight for dataset in run.data.train]
-        facts = self._samples.facts(weights, self._batch_size)
+        facts = self._samples.facts(passes_per_epoch(run.data.train, self._samples.sizes()), self._batch_size)
         self._order: Order = context.host.registry.create("order", run.data.order, samples=facts, seed=run.seed)
         shares = self._samples.shares
         # Assume that unread rows give as many samples per row as the rows that were read.
         sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
+        weights = passes_per_epoch(run.data.train, sizes)
         per_epoch = epoch_shares(sizes, weights)
         self._samples_per_epoch = sum(per_epoch)
         self._rounded = [

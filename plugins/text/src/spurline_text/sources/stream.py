@@ -26,7 +26,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.configs import StreamSourceConfig
 from spurline_text.datasets.protocols import RowReader, StreamedDataset, StreamedRow
 from spurline_text.encoding import RowEncoder
-from spurline_text.tokenization import SampleCollector, plain_text_notes, store_labels
+from spurline_text.tokenization import SampleCollector, passes_per_epoch, plain_text_notes, store_labels
 from spurline_text.tokenizer import pad_token_id
 
 
@@ -120,7 +120,8 @@ class StreamSource(BatchSource):
         self._shuffles = config.shuffle
         self._block_rows = min(config.buffer_rows, context.row_limit or config.buffer_rows)
         entries = run.data.train
-        self._windows = [_Window(context.host.registry.create("dataset", entry)) for entry in entries]
+        registry = context.host.registry
+        self._windows = [_Window(registry.create("dataset", entry, registry=registry)) for entry in entries]
         self._sources = [DatasetToTokenize(*pair) for pair in zip(self._windows, entries, strict=True)]
         self._encoders: dict[int, RowEncoder] = {}
         self._labels = store_labels(self._sources)
@@ -203,7 +204,7 @@ class StreamSource(BatchSource):
 
     def _tokenize(self, number: int) -> Tokenized:
         """Read the rows of a block, and tokenize them."""
-        weights = [source.config.weight for source in self._sources]
+        weights = passes_per_epoch([source.config for source in self._sources], [1] * len(self._sources))
         for window, weight in zip(self._windows, weights, strict=True):
             share = weight / sum(weights)
             # With this rounding, each stream's share of the rows in all blocks follows its weight.
