@@ -54,6 +54,7 @@ _TABLE = {
         weight_sync/cuda_ipc weight_sync/vllm_native report_panel/rollout_timeline command/simulate
     """,
     "agents": "environment/harness",
+    "evals": "evaluation/lm_eval",
     "fsdp_backend": "backend/fsdp",
     "megatron_backend": "backend/megatron",
 }

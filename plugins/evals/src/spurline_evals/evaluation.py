@@ -277,9 +277,10 @@ def _reads_greedy(task: Any) -> bool:
 
 
 def _metric_name(owner: str, key: str) -> str:
-    """Return `TASK/METRIC/FILTER` for lm-eval's `METRIC,FILTER`. The filter `none` is left out."""
-    metric, _, name = key.partition(",")
-    return f"{owner}/{metric}" if name == "none" else f"{owner}/{metric}/{name}"
+    """Return `TASK/METRIC/FILTER` for lm-eval's `METRIC,FILTER`, without the filter `none`. `_stderr` comes last."""
+    metric, _, chosen = key.partition(",")
+    name = "/".join([owner, metric.removesuffix("_stderr"), *([] if chosen == "none" else [chosen])])
+    return f"{name}_stderr" if metric.endswith("_stderr") else name
 
 
 def _shown(name: str, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
