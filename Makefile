@@ -46,7 +46,7 @@ $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pypro
 $(VENV)/.dev: $(VENV)/.packages pyproject.toml tests/constraints.txt tests/trackers.txt examples/plugin_template/pyproject.toml
 	$(PIP) install --quiet $(TESTED) --group dev \
 		-e './core[testing]' -e './plugins/models[lora,optim-8bit,testing]' -e './plugins/rl[math,testing]' \
-		-e './plugins/insight[view]' -e './plugins/trackers[opentelemetry,prometheus,tensorboard]' -e ./examples/plugin_template
+		-e './plugins/evals[lm-eval]' -e './plugins/insight[view]' -e './plugins/trackers[opentelemetry,prometheus,tensorboard]' -e ./examples/plugin_template
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trackers -r tests/trackers.txt
 	@touch $@
 

@@ -90,6 +90,13 @@ def test_scores_between_0_and_1_are_plotted_apart_from_other_evaluation_metrics(
     assert [trace["name"] for trace in others["data"]] == ["perplexity"]
 
 
+def test_a_standard_error_is_a_bar_of_its_score_and_no_curve() -> None:
+    lines = [{"step": step, "eval/bench/acc": 0.5, "eval/bench/acc_stderr": 0.1 * step} for step in (1, 2)]
+    drawn = traces(shown("EvaluationPanel", RunRecord(Path("/nonexistent"), lines, {})))
+    assert [*drawn] == ["bench/acc"]
+    assert drawn["bench/acc"]["error_y"]["array"] == [0.1, 0.2]
+
+
 def test_the_gradient_plot_shows_the_clipping_threshold_of_the_config(make_run_dir: RunDirMaker) -> None:
     fragment = shown("GradientPanel", read_record(make_run_dir()))
     assert traces(fragment)["clipped above 1"]["y"] == [1.0, 1.0]

@@ -19,7 +19,8 @@ from spurline.protocols.evaluation import EvaluationConfig
 class LmEvalConfig(EvaluationConfig):
     """Scores on tasks of lm-eval (EleutherAI's lm-evaluation-harness). Needs `pip install spurline-evals[lm-eval]`.
 
-    Metrics are `TASK/METRIC`, or `TASK/METRIC/FILTER` if the task has several filters, and `METRIC_stderr` likewise.
+    Metrics are `TASK/METRIC`, or `TASK/METRIC/FILTER` if the task names its filters. Means also have a standard error,
+    whose name ends in `_stderr`.
     """
 
     name: str = "lm_eval"

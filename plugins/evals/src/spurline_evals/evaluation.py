@@ -13,10 +13,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
+import datasets
 import numpy as np
 import torch
 
@@ -67,6 +69,13 @@ class LmEvalEvaluation(HeldOutEvaluation):
                 f"has {generating[0]}, which needs generated answers, but backend '{backend.name}' does not generate, "
                 f"and source '{context.run.config.source.name}' has no engine. Set backend.name: local, or keep to "
                 "tasks that compare logprobs.",
+            )
+        unsafe = [name for name, task in self._tasks.items() if getattr(task, "UNSAFE_CODE", False)]
+        if unsafe and not config.run_unsafe_code:
+            raise ConfigError.at(
+                f"{context.where}.tasks",
+                f"has {unsafe[0]}, which runs code that the model wrote, here and with your rights. Remove it, or set "
+                "run_unsafe_code: true on a machine that you can lose.",
             )
         self.measures_copies = bool(generating) and facts.makes_attempts and self._source.generates_with_copies
         for task in self._tasks.values():
@@ -141,7 +150,7 @@ class LmEvalEvaluation(HeldOutEvaluation):
             _metric_name(owner, key): float(value)
             for owner, values in found["results"].items()
             for key, value in values.items()
-            if "," in key and isinstance(value, (int, float))
+            if "," in key and isinstance(value, Real)
         }
         if model.num_cut:
             metrics["cut_texts"] = float(model.num_cut)
@@ -237,7 +246,7 @@ def _apart() -> Iterator[None]:
     formulas = {mean: mean_stderr, acc_all: acc_all_stderr}
     before = random.getstate(), np.random.get_state()
     logger = logging.getLogger("lm_eval")
-    level = logger.level
+    level, shows_bars = logger.level, not datasets.are_progress_bars_disabled()
     with (
         torch.random.fork_rng(devices=[]),
         patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items),
@@ -247,10 +256,13 @@ def _apart() -> Iterator[None]:
         np.random.seed(1234)
         torch.default_generator.manual_seed(1234)
         logger.setLevel(logging.ERROR)
+        datasets.disable_progress_bars()
         try:
             yield
         finally:
             logger.setLevel(level)
+            if shows_bars:
+                datasets.enable_progress_bars()
             random.setstate(before[0])
             np.random.set_state(before[1])
 
@@ -265,9 +277,10 @@ def _reads_greedy(task: Any) -> bool:
 
 
 def _metric_name(owner: str, key: str) -> str:
-    """Return `TASK/METRIC/FILTER` for lm-eval's `METRIC,FILTER`. The filter `none` is left out."""
-    metric, _, name = key.partition(",")
-    return f"{owner}/{metric}" if name == "none" else f"{owner}/{metric}/{name}"
+    """Return `TASK/METRIC/FILTER` for lm-eval's `METRIC,FILTER`, without the filter `none`. `_stderr` comes last."""
+    metric, _, chosen = key.partition(",")
+    name = "/".join([owner, metric.removesuffix("_stderr"), *([] if chosen == "none" else [chosen])])
+    return f"{name}_stderr" if metric.endswith("_stderr") else name
 
 
 def _shown(name: str, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -284,7 +297,7 @@ def _shown(name: str, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         scores = {
             _metric_name(name, f"{metric},{sample['filter']}"): float(sample[metric])
             for metric in sample["metrics"]
-            if isinstance(sample[metric], (int, float)) and math.isfinite(sample[metric])
+            if isinstance(sample[metric], Real) and math.isfinite(sample[metric])
         }
         shown.setdefault(sample["doc_id"], entry)["scores"].update(scores)
     return [*shown.values()]

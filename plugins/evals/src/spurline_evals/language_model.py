@@ -99,7 +99,7 @@ class TrainedModel(TemplateLM):
             ) from error
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return the logprob of each continuation, and whether it is the greedy one (False if its task never reads that)."""
+        """Return the logprob of each continuation, and whether it is the likeliest: False if its task never asks."""
         found: dict[int, tuple[float, bool]] = {}
         for wants in (False, True):
             numbers = [n for n, each in enumerate(requests) if (each.task_name in self._greedy_tasks) == wants]

@@ -53,6 +53,8 @@ def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
 
 GIVEN_UP = "failed"
 """Name of the evaluation metric that counts the prompts given up."""
+STDERR = "_stderr"
+"""Ending of the name of an evaluation metric that is the standard error of another one."""
 REWARD = "reward/mean"
 """Name of a metric that every step of reinforcement learning records, and no step of other training."""
 OF_PAIRS = "preference/"
@@ -83,10 +85,11 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Return the names of evaluation metrics, except losses and rewards of rollouts: first shares, then the others.
+    """Return the names of evaluation metrics: first shares, then others.
 
-    Of a share, more is better. A metric is a share if all its values are within 0..1. If training records it too, its
-    name decides instead of its values: a margin of 0.4, for example, is not a share of 40 %.
+    Losses, rewards of rollouts and standard errors are left out. Of a share, more is better. A metric is a share if all
+    its values are within 0..1. If training records it too, its name decides instead of its values: a margin of 0.4, for
+    example, is not a share of 40 %.
     """
     shares, others = list[str](), list[str]()
     metrics = evaluation_metrics(record)
@@ -94,7 +97,8 @@ def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
     trained = {name for line in record.metrics for name in line if not name.startswith("eval/")}
     for name, metric in metrics:
         is_reward = metric in ("reward", GIVEN_UP) or metric.startswith("rewards/")
-        if "loss" in metric.split("/") or (is_reward and name.removesuffix(metric) in with_rewards):
+        is_error = metric.endswith(STDERR)
+        if is_error or "loss" in metric.split("/") or (is_reward and name.removesuffix(metric) in with_rewards):
             continue
         if metric in trained:
             is_share = metric.rpartition("/")[2].endswith(("accuracy", "fraction", "share"))

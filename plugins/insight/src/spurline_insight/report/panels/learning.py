@@ -11,6 +11,7 @@ from spurline_insight.report.markup import Panel, block, caption, columns, score
 from spurline_insight.report.record import (
     GIVEN_UP,
     OF_PAIRS,
+    STDERR,
     evaluation_losses,
     evaluation_scores,
     evaluations_of,
@@ -63,7 +64,7 @@ class EvaluationPanel(Panel):
         hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
         traces = [
             line(label_of(name), *record.series(name), series_color(index + 1), mode="lines+markers")
-            | {"hovertemplate": hover}
+            | {"hovertemplate": hover, "error_y": {"array": record.series(name + STDERR)[1], "thickness": 1}}
             for index, name in enumerate(names)
         ]
         return step_figure(traces, y_title, label="Evaluation scores over steps", **y_axis)
