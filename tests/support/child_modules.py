@@ -1,4 +1,4 @@
-"""What child processes of tests/plugins/concurrency/test_child.py do: the first argument names a function of this module."""
+"""What child processes of `test_child.py` do: the first argument names a function of this module."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _COEFFICIENTS = "entropy_coefficients"
 class EntropyTarget(Ppo):
     """A loss that `PreparesBatch`. It estimates e_k by the mean of -log p_old over the step's trained tokens.
 
-    The estimate is unbiased, because the tokens were drawn from this policy, and it costs no pass over the logits. It is
-    the same for all micro-batches and ranks of an optimizer step.
+    The estimate is unbiased, because the tokens were drawn from this policy, and it costs no pass over the logits. It
+    is the same for all micro-batches and ranks of an optimizer step.
     """
 
     prepares: frozenset[str] = frozenset({_COEFFICIENTS})
