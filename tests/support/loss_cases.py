@@ -21,11 +21,12 @@ from spurline.update.update import with_prepared
 from spurline_rl.losses.corrections import compare
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
-REGISTRY = PluginHost.load(["objectives"]).registry
+REGISTRY = PluginHost.load(["objectives", "distillation"]).registry
 EXTRAS: dict[str, Any] = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.05}
 LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {},
     "dft": {},
+    "distillation": {"divergence": "jensen_shannon", "temperature": 1.5, "cross_entropy": 0.1},
     "dpo": {"beta": 0.5, "label_smoothing": 0.1, "sft_weight": 0.3},
     "simpo": {},
     "cpo": {},

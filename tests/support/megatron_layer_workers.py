@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from read_distributions import ReadsEverything, total_of
 from sharing_workers import GroupsOfNeighbours
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +25,7 @@ from spurline_megatron_backend.gpt import Groups
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.model_building import build_parts
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
+from spurline_models.streams.token_logprobs import LogitReading, ReadStates
 from spurline_ranks.group import Place
 
 
@@ -62,12 +65,7 @@ class VocabularyRank(GroupsOfNeighbours):
         support: Token ids [N, K] to which the distribution is restricted, padded with -1.
         """
         group = self._groups[size]
-        rows = -(-len(weight) // size)
-        first = dist.get_rank(group) * rows
-        # Rows of padding must not matter.
-        own = torch.full((rows, weight.shape[1]), 7.0, dtype=torch.from_numpy(weight).dtype)
-        part = torch.from_numpy(weight[first : first + rows])
-        own[: len(part)] = part
+        own = _own_rows(weight, group)
         dtype = torch.bfloat16 if half_precision else own.dtype
         states = torch.from_numpy(hidden).to(dtype).requires_grad_()
         layer = own.to(dtype).requires_grad_()
@@ -97,6 +95,46 @@ class VocabularyRank(GroupsOfNeighbours):
             "weight": gradients[1].double().numpy(),
             "computed": computed,
         }
+
+    def read(
+        self,
+        size: int,
+        hidden: np.ndarray,
+        weight: np.ndarray,
+        targets: np.ndarray,
+        other: tuple[np.ndarray, np.ndarray],
+        chunk_tokens: int,
+    ) -> dict[str, Any]:
+        """Return what `ReadsEverything` makes of these models, and the gradients. `other`: hidden states, weight."""
+        group = self._groups[size]
+        states, layer = torch.from_numpy(hidden).requires_grad_(), _own_rows(weight, group).requires_grad_()
+        of_other = _own_rows(other[1], group)
+
+        def logits(chunk: Tensor) -> Tensor:
+            copied = _Copied.apply(chunk, group)
+            assert isinstance(copied, Tensor)
+            return copied @ layer.T
+
+        others = VocabularyLogprobs(lambda chunk: chunk @ of_other.T, group, len(other[1]), 1)
+        reading = LogitReading(ReadsEverything(), {"reference": ReadStates(others, torch.from_numpy(other[0]))})
+        score = VocabularyLogprobs(logits, group, len(weight), chunk_tokens)
+        columns = {"scale": torch.linspace(0.5, 1, len(targets), dtype=torch.float64)}
+        stream: Any = SimpleNamespace(targets=torch.from_numpy(targets), columns=columns, support=None)
+        logprobs, entropy, values = score.read(states, stream, reading, True, 0.7)
+        assert entropy is not None
+        gradients = torch.autograd.grad(total_of(values, logprobs, entropy), [states, layer])
+        found = {name: value.detach().numpy() for name, value in values.items()}
+        return {**found, "hidden": gradients[0].numpy(), "weight": gradients[1].numpy()}
+
+
+def _own_rows(weight: np.ndarray, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's rows of the weight. Rows of padding are there, and must not matter."""
+    rows = -(-len(weight) // group.size())
+    first = group.rank() * rows
+    own = torch.full((rows, weight.shape[1]), 7.0, dtype=torch.from_numpy(weight).dtype)
+    part = torch.from_numpy(weight[first : first + rows])
+    own[: len(part)] = part
+    return own
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_layer_workers import loss_of
+from read_distributions import expected_values, total_of
 from torch import nn
 
 from spurline.protocols.ranks import RankRequest
@@ -112,6 +113,40 @@ def test_scores_and_gradients_are_those_of_the_whole_vocabulary(
     chunks = max(1, math.ceil(tokens / chunk_tokens))
     assert all(max(answer["computed"]) <= chunk_tokens for answer in answers)
     assert all(len(answer["computed"]) == 2 * chunks - 1 for answer in answers)
+
+
+@settings(max_examples=25)
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    tokens=st.integers(1, 9),
+    # Tokens of the trained model, and of the other. Of 4 ranks, the last may have padding alone.
+    sizes=st.sampled_from([(5, 5), (8, 8), (19, 19), (19, 23), (64, 61), (8, 5)]),
+    chunk_tokens=st.sampled_from([1, 4, ALL_AT_ONCE]),
+)
+def test_a_loss_reads_the_distributions_of_the_whole_vocabulary(
+    ranks: RankGroup, size: int, tokens: int, sizes: tuple[int, int], chunk_tokens: int
+) -> None:
+    (hidden, weight, targets), other = (inputs(tokens, vocabulary, np.float64) for vocabulary in sizes)
+    targets = targets % min(sizes)
+    answers = ranks.call("read", size, hidden, weight, targets, other[:2], chunk_tokens)
+    states, layer = torch.from_numpy(hidden).requires_grad_(), torch.from_numpy(weight).requires_grad_()
+    own = states @ layer.T / 0.7
+    scale = torch.linspace(0.5, 1, tokens, dtype=torch.float64)
+    values = expected_values(
+        own, torch.from_numpy(other[0]) @ torch.from_numpy(other[1]).T / 0.7, torch.from_numpy(targets), scale
+    )
+    everything = own.log_softmax(-1)
+    logprobs = everything[torch.arange(tokens), torch.from_numpy(targets)]
+    total = total_of(values, logprobs, -(everything.exp() * everything).sum(-1))
+    gradients = torch.autograd.grad(total, [states, layer])
+    rows = -(-sizes[0] // size)
+    for rank, answer in enumerate(answers):
+        for name, value in values.items():
+            np.testing.assert_allclose(answer[name], value.detach().numpy(), rtol=1e-11, atol=1e-11, err_msg=name)
+        np.testing.assert_allclose(answer["hidden"], gradients[0].numpy(), rtol=1e-9, atol=1e-9)
+        own_rows = gradients[1].numpy()[rank % size * rows :][:rows]
+        np.testing.assert_allclose(answer["weight"][: len(own_rows)], own_rows, rtol=1e-9, atol=1e-9)
+        assert not answer["weight"][len(own_rows) :].any(), "rows of padding have a gradient"
 
 
 @pytest.mark.parametrize("scale", [1.0, 40.0])

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.loss import Loss, Objective
+from spurline_distillation.configs import DistillationConfig
+from spurline_distillation.loss import Distillation
 from spurline_models.local.backend import LocalBackend
 from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
@@ -23,6 +25,9 @@ TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
 LOSSES: dict[str, Loss] = {
     "cross_entropy": CrossEntropy(CrossEntropyConfig()),
     "dft": DynamicFineTuning(DynamicFineTuningConfig()),
+    # The reference is the model before `excite`.
+    "distillation": Distillation(DistillationConfig(teacher="reference", divergence="reverse_kl", temperature=1.3)),
+    "top_k": Distillation(DistillationConfig(teacher="reference", top_k=5, cross_entropy=0.1)),
 }
 
 

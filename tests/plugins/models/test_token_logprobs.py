@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from backend_batches import VOCABULARY, cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
+from read_distributions import ReadsEverything, expected_values, total_of
 from torch import nn
 
-from spurline_models.streams.token_logprobs import TokenLogprobs
+from spurline_models.streams.token_logprobs import LogitReading, ReadStates, TokenLogprobs
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 4096])
@@ -68,6 +70,37 @@ def test_chunks_give_the_values_and_gradients_of_full_logits(
     got, wanted = torch.autograd.grad(total, inputs), torch.autograd.grad(expected_total, inputs)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("vocabularies", [(11, 11), (11, 13), (13, 11)])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 4096])
+def test_a_loss_that_reads_logits_gets_the_values_and_gradients_of_full_logits(
+    chunk_tokens: int, vocabularies: tuple[int, int], fused: bool
+) -> None:
+    torch.manual_seed(0)
+    head, other = (nn.Linear(size, v, dtype=torch.float64) for size, v in zip((6, 4), vocabularies, strict=True))
+    hidden = torch.randn(23, 6, dtype=torch.float64, requires_grad=True)
+    states = torch.randn(23, 4, dtype=torch.float64, requires_grad=True)
+    targets, scale = torch.randint(11, (23,)), torch.rand(23, dtype=torch.float64)
+    # A loss that reads logits takes no kernel, which would overwrite them.
+    layer = TokenLogprobs(head, chunk_tokens, fused)
+    stream: Any = SimpleNamespace(targets=targets, columns={"scale": scale}, support=None)
+    reading = LogitReading(ReadsEverything(), {"reference": ReadStates(TokenLogprobs(other, 2), states)})
+    logprobs, entropy, values = layer.read(hidden, stream, reading, True, 0.7)
+    assert entropy is not None
+    own = (head(hidden) / 0.7).log_softmax(-1)
+    expected = expected_values(head(hidden) / 0.7, other(states).detach() / 0.7, targets, scale)
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(values[name], value, msg=name)
+    inputs = [hidden, *head.parameters()]
+    of_targets, own_entropy = own[torch.arange(23), targets], -(own.exp() * own).sum(-1)
+    got = torch.autograd.grad(total_of(values, logprobs, entropy), inputs)
+    wanted = torch.autograd.grad(total_of(expected, of_targets, own_entropy), inputs)
+    for one, two in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+    assert states.grad is None
 
 
 def test_dropout_in_the_output_layer_is_the_same_when_recomputed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
-PLUGINS = ("fsdp_backend", "megatron_backend", "objectives")
+PLUGINS = ("fsdp_backend", "megatron_backend", "objectives", "distillation")
 LOCAL = {"name": "models/local", "device": "cpu"}
 fsdp, megatron, soak = fsdp_layouts.on, megatron_layouts.on, pytest.mark.slow
 Pair = tuple[Backend, Backend, ParallelLayout]
@@ -59,8 +60,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny: Path) -> Iterator[LossGradients]:
-    with opened(backend_run(tiny, {**LOCAL, "probe": False}, PLUGINS)) as (backend, _):
+def frozen(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A teacher of another size, with unused tokens at the end of its vocabulary."""
+    tokens = json.loads((tiny / "config.json").read_text(encoding="utf-8"))["vocab_size"] + 5
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": tokens}
+    return {"teacher": {"path": str(write_qwen3(tmp_path_factory.mktemp("teacher"), seed=7, **sizes))}}
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Path, frozen: dict[str, Any]) -> Iterator[LossGradients]:
+    with opened(backend_run(tiny, {**LOCAL, "probe": False}, PLUGINS, frozen=frozen)) as (backend, _):
         yield LossGradients(backend)
 
 
@@ -77,8 +86,8 @@ def wanted(tiny: Path) -> Iterator[LossGradients]:
     ],
     ids=["fsdp-1", "fsdp-2", "fsdp-3", "tensor", "pipeline", "context", "tensor-pipeline"],
 )
-def ranks(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Backend]:
-    with opened(backend_run(tiny, {**request.param, "probe": False}, PLUGINS)) as (backend, _):
+def ranks(request: pytest.FixtureRequest, tiny: Path, frozen: dict[str, Any]) -> Iterator[Backend]:
+    with opened(backend_run(tiny, {**request.param, "probe": False}, PLUGINS, frozen=frozen)) as (backend, _):
         yield backend
 
 

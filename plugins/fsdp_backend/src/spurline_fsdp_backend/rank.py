@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from spurline.digests import FileDigest
 from spurline.files import private_folder
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import ENTROPY, Objective
+from spurline.protocols.loss import ENTROPY, Objective, ReadsLogits
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import (
     ShardedStreamModel,
@@ -113,15 +113,16 @@ class FsdpRank(RankWorker):
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
         objective = read_objective(plain_objective, self._registry)
         model, share = self._policy.model, RankShare.from_wire(wire)
-        part = evaluation_sums(model, self._streams(model, share, objective.loss.needs), objective, self._profile)
+        streams = self._streams(model, share, objective.loss.needs)
+        part = evaluation_sums(model, streams, objective, self._profile, self._playing)
         give_back(model.causal)
+        self._give_back_read(objective)
         return part if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # Free gathered weights before adapters are switched on again, because that marks parameters as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
@@ -159,8 +160,15 @@ class FsdpRank(RankWorker):
         balance = None
         if self._balance is not None and role == "policy":
             balance = self._balance / share.num_sequences
-        sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
+        sums = accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance)
+        self._give_back_read(objective)
         return sums.fetch()[0]
+
+    def _give_back_read(self, objective: Objective) -> None:
+        """Free the output layers whose logits the loss has read. They are gathered until the last backward pass."""
+        roles = objective.loss.reads_logits if isinstance(objective.loss, ReadsLogits) else ()
+        for role in self._frozen.keys() & set(roles):
+            give_back(self._frozen[role].causal)
 
     def _streams(
         self, model: StreamModel, share: RankShare, needs: Collection[str]
@@ -189,6 +197,8 @@ class FsdpRank(RankWorker):
 
             with adapters_off(self._policy.model.causal):
                 yield self._policy.model
+                # Free gathered weights before adapters are switched on again, because that marks parameters as trained.
+                give_back(self._policy.model.causal)
         else:
             if role not in self._frozen:
                 self._place.doing(f"loading the {role} model")

@@ -7,8 +7,9 @@ a `ShardedStreamModel`, which computes like any `StreamModel`.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import RowPass, StreamModel, ValueHead, ValueModel, idle_pass, put_value_head
+from spurline_models.streams.token_logprobs import LogitReading
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 from spurline_models.weights import without_adapters
 from spurline_ranks.checkpoint import digest_of_ranks
@@ -48,8 +50,8 @@ from spurline_ranks.sequence_sharing import SequenceSharing, check_sharing
 _DISPATCHES = "ep_dispatch_experts"
 """The style that the parallel plans of transformers give to modules that send tokens to other ranks."""
 
-_ENTRY = "spurline_score"
-"""The name of a forward method that is added to the whole model. The method scores a stream."""
+_SCORE, _STATES = "spurline_score", "spurline_states"
+"""Names of forward methods that are added to the whole model."""
 
 
 class ShardedStreamModel(StreamModel):
@@ -62,24 +64,36 @@ class ShardedStreamModel(StreamModel):
     sharing: SequenceSharing | None = None
     """The ranks that compute one stream together, if they share sequences."""
 
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        if not hasattr(self.causal, _ENTRY):
-            setattr(self.causal, _ENTRY, types.MethodType(self._score, self.causal))
-            register_fsdp_forward_method(self.causal, _ENTRY)
-        logprobs, entropy = getattr(self.causal, _ENTRY)(stream, needs, temperature)
-        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+    def states(self, stream: TokenStream) -> Tensor:
+        """Return the states of this rank's part of the stream. The output layer stays gathered."""
+        part = stream if self.sharing is None else self.sharing.part_of(stream)[0]
+        return self._forward(_STATES, self._states, part)
+
+    def loss_inputs(
+        self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0, reading: LogitReading | None = None
+    ) -> TokenLossInputs:
+        logprobs, entropy, columns = self._forward(_SCORE, self._score, stream, needs, temperature, reading)
+        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, columns, entropy)
+
+    def _forward(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        """Call the method within a forward pass of the whole model."""
+        if not hasattr(self.causal, name):
+            setattr(self.causal, name, types.MethodType(lambda _, *given: method(*given), self.causal))
+            register_fsdp_forward_method(self.causal, name)
+        return getattr(self.causal, name)(*args)
 
     def _score(
-        self, causal: nn.Module, stream: TokenStream, needs: Collection[str], temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        # FSDP2 looks for tensors with gradients in tuples, not in dataclasses.
+        self, stream: TokenStream, needs: Collection[str], temperature: float, reading: LogitReading | None
+    ) -> tuple[Tensor, Tensor | None, Mapping[str, Tensor]]:
+        # FSDP2 looks for tensors with gradients in tuples and dicts, not in dataclasses.
+        part, mine = (stream, slice(None)) if self.sharing is None else self.sharing.part_of(stream)
+        inputs = super().loss_inputs(part, needs, temperature, reading)
         if self.sharing is None:
-            inputs = super().loss_inputs(stream, needs, temperature)
-            return inputs.logprobs, inputs.entropy
-        part, mine = self.sharing.part_of(stream)
-        inputs = super().loss_inputs(part, needs, temperature)
-        entropy = None if inputs.entropy is None else self.sharing.joined(inputs.entropy, mine, stream)
-        return self.sharing.joined(inputs.logprobs, mine, stream), entropy
+            return inputs.logprobs, inputs.entropy, inputs.columns
+        join = partial(self.sharing.joined, mine=mine, stream=stream)
+        made = {name: join(values) for name, values in inputs.columns.items() if name not in part.columns}
+        entropy = None if inputs.entropy is None else join(inputs.entropy)
+        return join(inputs.logprobs), entropy, {**stream.columns, **made}
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
         """Return equally many passes on all ranks, since they gather each layer together. This is a collective."""

@@ -6,6 +6,7 @@ next stage. On the last stage `scores` computes logprobs, or a critic's values, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid, Place
 from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
-from spurline_models.streams.stream_model import ValueHead
+from spurline_models.streams.stream_model import NO_LOGITS, ValueHead
+from spurline_models.streams.token_logprobs import LogitReading
+from spurline_models.streams.token_stream import TokenStream
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,17 @@ class HiddenGPT(GPTModel):
         return hidden_states
 
     def scores(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float, support: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return logprobs of targets (or a critic's values) for hidden states [N, H], and the entropy or None."""
+        self, hidden: Tensor, part: TokenStream, want_entropy: bool, temperature: float, reading: LogitReading | None
+    ) -> tuple[Tensor, Tensor | None, Mapping[str, Tensor]]:
+        """Return logprobs of a stream's targets (or a critic's values) for hidden states [N, H], the entropy or None,
+        and the values of a loss that reads logits."""
         if self.score is None:
-            return self.value_head(hidden), None
-        return self.score(hidden, targets, want_entropy, temperature, support)
+            if reading is not None:
+                raise NO_LOGITS
+            return self.value_head(hidden), None, {}
+        if reading is None:
+            return *self.score(hidden, part.targets, want_entropy, temperature, part.support), {}
+        return self.score.read(hidden, part, reading, want_entropy, temperature)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's columns of the logits, [N, H] -> [N, V / tensor]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import ENTROPY, Objective, TokenLossInputs
+from spurline.protocols.loss import ENTROPY, Objective, ReadsLogits, TokenLossInputs
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.checkpoint import SavedModel, save, weights_digest
 from spurline_megatron_backend.core_attention import Rotary
@@ -42,6 +42,7 @@ from spurline_models.dealing import RankShare, Rows
 from spurline_models.experts.router_replay import ExpertLoads, no_routers
 from spurline_models.frozen import naming_frozen
 from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
+from spurline_models.streams.token_logprobs import LogitReading
 from spurline_models.streams.token_stream import TokenStream, share_streams
 from spurline_models.weights import NamedWeights, PinnedWeights
 from spurline_ranks.group import Place
@@ -102,8 +103,7 @@ class MegatronRank(RankWorker):
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
         objective = read_objective(plain_objective, self._registry)
         sums, share = StepSums(), RankShare.from_wire(wire)
-        visit = partial(sums.add, objective=objective)
-        self._forward(self._policy.model, share, visit, objective.loss.needs, objective.temperature)
+        self._train_or_evaluate(self._policy.model, share, partial(sums.add, objective=objective), objective)
         return sums.fetch()[0] if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
@@ -116,7 +116,7 @@ class MegatronRank(RankWorker):
             return inputs.logprobs.sum()
 
         with self._playing(role) as model:
-            self._forward(model, share, visit, (), temperature)
+            model.run(self._streams(share, ()), visit, (), temperature, doing=self._place.doing, backward=False)
         return logprob_table(found, share.batch).numpy() if self._counts else None
 
     def facts(self) -> dict[str, int | str]:
@@ -145,21 +145,49 @@ class MegatronRank(RankWorker):
 
         trained.begin()
         with trained.model.counting_experts(loads):
-            trained.model.run(
-                self._streams(share, objective.loss.needs),
-                visit,
-                objective.loss.needs,
-                objective.temperature,
-                doing=self._place.doing,
-                backward=True,
-                whole_gradients=whole_gradients,
+            self._train_or_evaluate(
+                trained.model, share, visit, objective, backward=True, whole_gradients=whole_gradients
             )
         return sums.fetch()[0]
 
-    def _forward(
-        self, model: StagedModel, share: RankShare, visit: Visit, needs: Collection[str], temperature: float
+    def _train_or_evaluate(
+        self,
+        model: StagedModel,
+        share: RankShare,
+        visit: Visit,
+        objective: Objective,
+        *,
+        backward: bool = False,
+        whole_gradients: bool = False,
     ) -> None:
-        model.run(self._streams(share, needs), visit, needs, temperature, doing=self._place.doing, backward=False)
+        loss, temperature = objective.loss, objective.temperature
+        streams, doing = self._streams(share, loss.needs), self._place.doing
+        with ExitStack() as used:
+            readings: list[LogitReading] = []
+            if isinstance(loss, ReadsLogits):
+                # A pipeline runs one model at a time. The output layers of the others are used until the end.
+                # A model of its own has other experts than the engine chose from.
+                free = [(rows, replace(stream, routed_experts=None)) for rows, stream in streams]
+                others = {
+                    role: used.enter_context(self._playing(role)).states(
+                        streams if role == "reference" else free, doing
+                    )
+                    for role in loss.reads_logits
+                }
+                readings = [
+                    LogitReading(loss, {role: states[number] for role, states in others.items() if states})
+                    for number in range(len(streams))
+                ]
+            model.run(
+                streams,
+                visit,
+                loss.needs,
+                temperature,
+                doing=doing,
+                backward=backward,
+                whole_gradients=whole_gradients,
+                readings=readings,
+            )
 
     def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
         """Return the streams of this rank. All ranks have equally many streams. Some may be idle."""

@@ -28,6 +28,7 @@ from spurline_megatron_backend.router_replay import RouterChoice
 from spurline_models.dealing import Rows
 from spurline_models.experts.router_replay import ExpertLoads
 from spurline_models.streams.stream_model import evaluation_mode
+from spurline_models.streams.token_logprobs import LogitReading, ReadStates
 from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
 
@@ -43,6 +44,11 @@ class _MicroBatch:
     stream: TokenStream
     part: TokenStream
     mine: slice
+
+
+_Finish = Callable[[int, _MicroBatch, Tensor], Tensor]
+"""A function that the last stage calls with the number of a micro-batch, the micro-batch, and its hidden states at
+positions with loss. It returns the scalar to differentiate."""
 
 
 class StagedModel:
@@ -93,12 +99,49 @@ class StagedModel:
         doing: Callable[[str], None],
         backward: bool,
         whole_gradients: bool = False,
+        readings: Sequence[LogitReading | None] = (),
     ) -> None:
         """Run all micro-batches forward and backward, or in evaluation mode only forward.
 
         After a backward pass, a rank holds the summed gradients of the values that it optimizes. With
-        `whole_gradients`, it holds the summed gradients of all its parameters.
+        `whole_gradients`, it holds the summed gradients of all its parameters. If the loss reads logits, the last
+        stage has a reading for each micro-batch.
         """
+
+        def finish(number: int, microbatch: _MicroBatch, hidden: Tensor) -> Tensor:
+            stream, part, mine = microbatch.stream, microbatch.part, microbatch.mine
+            reading = readings[number] if readings else None
+            values, entropy, made = self.parts[-1].scores(hidden, part, ENTROPY in needs, temperature, reading)
+            join = partial(self._sharing.joined, mine=mine, stream=stream)
+            entropy = None if entropy is None else join(entropy)
+            columns = {**stream.columns, **{name: join(column) for name, column in made.items()}}
+            inputs = TokenLossInputs(join(values), stream.segment_index, stream.plan.num_segments, columns, entropy)
+            return visit(microbatch.rows, stream, inputs)
+
+        self._run(streams, finish, doing=doing, backward=backward, whole_gradients=whole_gradients)
+
+    def states(self, streams: Sequence[tuple[Rows, TokenStream]], doing: Callable[[str], None]) -> list[ReadStates]:
+        """Return the hidden states of each micro-batch at positions with loss, on the last stage. Others return []."""
+        found: list[ReadStates] = []
+        layer = self.parts[-1].score
+
+        def finish(number: int, microbatch: _MicroBatch, hidden: Tensor) -> Tensor:
+            assert layer is not None, "a model with a value head has no logits"
+            found.append(ReadStates(layer, hidden))
+            return hidden.sum()
+
+        self._run(streams, finish, doing=doing, backward=False)
+        return found
+
+    def _run(
+        self,
+        streams: Sequence[tuple[Rows, TokenStream]],
+        finish: _Finish,
+        *,
+        doing: Callable[[str], None],
+        backward: bool,
+        whole_gradients: bool = False,
+    ) -> None:
         unit = self._grid.tensor
         longest = 0
         if self._grid.virtual_stages > 1:
@@ -110,18 +153,26 @@ class StagedModel:
         count = len(microbatches) * len(self.parts)
         done = iter(range(1, count + 1))
 
-        def step(iterator: Iterator[_MicroBatch], run: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            microbatch = next(iterator)
+        def step(
+            iterator: Iterator[tuple[int, _MicroBatch]], run: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            number, microbatch = next(iterator)
             doing(f"micro-batch {-(-next(done) // len(self.parts))} of {len(microbatches)}")
             packed = packed_params(microbatch.part, self._rotary)
             hidden = run(microbatch.part.input_ids, None, None, packed_seq_params=packed)
-            return hidden, partial(self._visited, visit, microbatch, needs, temperature)
+
+            def finished(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                """Return the scalar, a number of tokens and metrics, as schedules expect. The last two are not used."""
+                scalar = finish(number, microbatch, hidden.squeeze(1).index_select(0, microbatch.part.source))
+                return scalar, torch.ones((), dtype=torch.int, device=scalar.device), {}
+
+            return hidden, finished
 
         if backward:
             for part in self.runs:
                 # Gradient sums that begin in the last micro-batch read this attribute. Later ones get an argument.
                 cast(Any, part).force_all_reduce = whole_gradients
-        iterators = [iter(microbatches) for _ in self.parts]
+        iterators = [enumerate(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):
             get_forward_backward_func()(
                 forward_step_func=step,
@@ -134,20 +185,6 @@ class StagedModel:
                 forward_only=not backward,
                 force_all_reduce=whole_gradients,
             )
-
-    def _visited(
-        self, visit: Visit, microbatch: _MicroBatch, needs: Collection[str], temperature: float, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the scalar, a number of tokens and metrics, as schedules expect. The last two are not used."""
-        stream, part = microbatch.stream, microbatch.part
-        chosen = hidden.squeeze(1).index_select(0, part.source)
-        values, entropy = self.parts[-1].scores(chosen, part.targets, ENTROPY in needs, temperature, part.support)
-        values = self._sharing.joined(values, microbatch.mine, stream)
-        if entropy is not None:
-            entropy = self._sharing.joined(entropy, microbatch.mine, stream)
-        inputs = TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
-        scalar = visit(microbatch.rows, stream, inputs)
-        return scalar, torch.ones((), dtype=torch.int, device=scalar.device), {}
 
     @contextmanager
     def counting_experts(self, loads: ExpertLoads) -> Iterator[None]:

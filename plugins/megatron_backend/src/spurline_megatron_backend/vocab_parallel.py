@@ -2,8 +2,8 @@
 
 Data flow: hidden states at positions with loss, the same on all ranks of the group -> the logits of each rank,
 for a chunk of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered. For each
-position ranks exchange the largest logit, the sum of exponentials and the target's logit. All functions are
-collectives.
+position ranks exchange the largest logit, the sum of exponentials and the target's logit. A loss that reads logits
+exchanges its own sums over the vocabulary, too. All functions are collectives.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from spurline.protocols.loss import Distribution
 from spurline_models.streams.token_logprobs import TokenLogprobs
+
+_IMPOSSIBLE = -1e4
+"""A logit whose probability is 0. It is finite, so that the probability times the logprob is 0."""
 
 
 class VocabularyLogprobs(TokenLogprobs):
@@ -56,6 +64,96 @@ class VocabularyLogprobs(TokenLogprobs):
         scores = _Scores.apply(logits, targets - first, want_entropy, self._group)
         assert isinstance(scores, Tensor)
         return scores[0], scores[1] if want_entropy else None
+
+    def _num_tokens(self, logits: Tensor) -> int:
+        return self._vocabulary
+
+    def _aligned(self, logits: Tensor, own: Tensor) -> Tensor:
+        if logits.shape == own.shape:
+            return logits
+        # The vocabularies differ in size, so the ranks divide them at other tokens.
+        first, size = self._rank * own.shape[1], own.shape[1]
+        part = _gathered(logits, self._group)[:, first : first + size]
+        return F.pad(part, (0, size - part.shape[1]))
+
+    def _distribution(self, logits: Tensor, num_tokens: int) -> Distribution:
+        first = self._rank * logits.shape[1]
+        return DividedDistribution(logits, first, num_tokens, self._group)
+
+
+class DividedDistribution:
+    """A `Distribution` whose vocabulary is divided among the ranks of a group.
+
+    Args:
+        logits: This rank's logits [n, V], of the tokens from `first` on.
+        num_tokens: The number of tokens of the whole vocabulary. Further columns are left out.
+    """
+
+    def __init__(self, logits: Tensor, first: int, num_tokens: int, group: ProcessGroup) -> None:
+        self._first, self._group = first, group
+        self._is_padding = num_tokens <= first
+        if self._is_padding:
+            # A rank of padding alone keeps one token with probability 0, so that it takes part in all exchanges.
+            logits = logits[:, :1] * 0 + _IMPOSSIBLE
+        logprobs = _LogSoftmax.apply(logits[:, : max(1, num_tokens - first)], group)
+        assert isinstance(logprobs, Tensor)
+        self.logprobs = logprobs
+
+    def total(self, values: Tensor) -> Tensor:
+        return self._sum(values.sum(-1) * (0.0 if self._is_padding else 1.0))
+
+    def spread(self, sums: Tensor) -> Tensor:
+        return copy_to_tensor_model_parallel_region(sums, self._group).unsqueeze(-1)
+
+    def at(self, ids: Tensor) -> Tensor:
+        columns = ids - self._first
+        is_own = (columns >= 0) & (columns < self.logprobs.shape[1])
+        own = self.logprobs.gather(-1, columns.clamp(0, self.logprobs.shape[1] - 1))
+        return self._sum(own.masked_fill(~is_own, 0.0))
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        own = self.logprobs.detach()
+        values, columns = own.topk(min(k, own.shape[1]))
+        # Ranks may have fewer tokens than k, but all send equally many.
+        missing = k - values.shape[1]
+        sent = F.pad(values, (0, missing), value=-torch.inf), F.pad(columns + self._first, (0, missing))
+        values, ids = (_gathered(part, self._group) for part in sent)
+        ids = ids.gather(-1, values.topk(k).indices)
+        return ids, self.at(ids)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        # Every rank computes the same loss, so the backward pass does not sum over ranks.
+        return reduce_from_tensor_model_parallel_region(part, self._group)
+
+
+def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the columns of all ranks, in the order of the ranks. All parts have the same shape."""
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """Normalises each rank's logits [n, V] over the vocabulary of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: ProcessGroup) -> Tensor:
+        greatest = logits.amax(1, keepdim=True)
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - greatest
+        total = shifted.exp().sum(1, keepdim=True)
+        dist.all_reduce(total, group=group)
+        logprobs = shifted.sub_(total.log())
+        ctx.group = group
+        ctx.save_for_backward(logprobs)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (logprobs,) = ctx.saved_tensors
+        total = grads[0].sum(1, keepdim=True)
+        dist.all_reduce(total, group=ctx.group)
+        return grads[0] - logprobs.exp() * total, None
 
 
 class _Scores(torch.autograd.Function):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,53 +14,88 @@ from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import LossSums, Role
-from spurline.protocols.loss import MetricValues, Objective, TokenLossInputs
+from spurline.protocols.loss import MetricValues, Objective, ReadsLogits, TokenLossInputs
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_replay import ExpertLoads, Loads
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode
+from spurline_models.streams.token_logprobs import LogitReading, ReadStates
 from spurline_models.streams.token_stream import TokenStream
 
 Streams = Iterable[tuple[Rows, TokenStream]]
 """Micro-batches as pairs: rows of the mini-batch, and the stream of these rows. The model also runs on idle streams,
 because other ranks wait for this rank in collectives. No loss is computed on an idle stream."""
 
+Playing = Callable[[Role], AbstractContextManager[StreamModel]]
+"""A function that returns a context with the model of a role."""
+
 
 def accumulate_gradients(
-    model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile, balance: float | None = None
+    model: StreamModel,
+    streams: Streams,
+    objective: Objective,
+    profile: DeviceProfile,
+    playing: Playing,
+    balance: float | None = None,
 ) -> StepSums:
     """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters.
 
     If `balance` is given, the objective also has this factor times the balance of each sequence (see `StreamBalance`).
-    The returned sums are still on the device. Their sum of losses does not include the balance.
+    `playing` gives the other models whose logits the loss reads. The returned sums are still on the device. Their sum
+    of losses does not include the balance.
     """
     with model.counting_experts() as loads:
         sums = StepSums(loads)
         for rows, stream in streams:
             with profile.computing():
-                total = _objective_of(model, rows, stream, objective, sums, balance)
+                reading = _reading(stream, objective, playing)
+                total = _objective_of(model, rows, stream, objective, sums, balance, reading)
             total.backward()
     return sums
 
 
+def _reading(stream: TokenStream, objective: Objective, playing: Playing) -> LogitReading | None:
+    """Return what a loss that reads logits needs of the other models, and None for another loss."""
+    loss = objective.loss
+    if not isinstance(loss, ReadsLogits):
+        return None
+    others: dict[Role, ReadStates] = {}
+    for role in loss.reads_logits:
+        # Without its adapters, the policy itself may play the reference. Its experts are not counted twice.
+        with playing(role) as other, other.counting_experts(), evaluation_mode(other.causal):
+            # A model of its own has other experts than the engine chose from.
+            read = stream if role == "reference" else replace(stream, routed_experts=None)
+            others[role] = ReadStates(other.score, other.states(read))
+    return LogitReading(loss, others)
+
+
 def _objective_of(
-    model: StreamModel, rows: Rows, stream: TokenStream, objective: Objective, sums: StepSums, balance: float | None
+    model: StreamModel,
+    rows: Rows,
+    stream: TokenStream,
+    objective: Objective,
+    sums: StepSums,
+    balance: float | None,
+    reading: LogitReading | None,
 ) -> Tensor:
     """Return the part of the objective that comes from one micro-batch. It is differentiable."""
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
-        inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature)
+        inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature, reading)
     total = sums.add(rows, stream, inputs, objective) / objective.normalizer
     if balance is None or routed is None:
         return total
     return total + sums.add_balance(routed.total()) * balance
 
 
-def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
+def evaluation_sums(
+    model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile, playing: Playing
+) -> SumsPart:
     """Return the sums over all streams, computed in evaluation mode without gradients, and not normalized."""
     sums = StepSums()
     with evaluation_mode(model.causal), profile.computing():
         for rows, stream in streams:
-            inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature)
+            reading = _reading(stream, objective, playing)
+            inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature, reading)
             sums.add(rows, stream, inputs, objective)
     return sums.fetch()[0]
 

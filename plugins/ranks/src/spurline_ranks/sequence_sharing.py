@@ -72,6 +72,7 @@ class SequenceSharing:
             source=stream.source[mine] + (padding - start),
             host_source=source[mine] - start,
             targets=stream.targets[mine],
+            columns={name: values[mine] for name, values in stream.columns.items()},
             # With -1, the router chooses the experts.
             routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, padding, 0), value=-1)[start:stop],
             support=None if stream.support is None else stream.support[mine],

@@ -20,6 +20,7 @@ from spurline_rl.held_out import deciding_term
 from spurline_rl.policy import EnginePolicy
 from spurline_rl.protocols.environment import Environment, ShowsPrompt
 from spurline_rl.protocols.rollout_engine import RolloutEngine, Sampling, TakesWeights
+from spurline_rl.protocols.scorer import Scorer
 from spurline_rl.scoring import overlong_penalty, score
 from spurline_rl.trajectory import Trajectory
 
@@ -51,6 +52,9 @@ class Attempts:
         self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )
+        self._scorers: list[Scorer] = [
+            registry.create("scorer", each, run=run, tokenizer=context.tokenizer) for each in config.scorers
+        ]
         self.given_up = GivenUpPrompts(config.faults.max_quarantined)
 
     @cached_property
@@ -83,12 +87,13 @@ class Attempts:
         return self._environment.first_prompt(draw.task(0))
 
     async def close(self) -> None:
-        """End the engine and the environment."""
+        """End the engine, the environment and the scorers."""
         try:
-            if hasattr(self._environment, "close"):
-                closed = self._environment.close()  # type: ignore[attr-defined]
-                if inspect.isawaitable(closed):
-                    await closed
+            for component in (self._environment, *self._scorers):
+                if hasattr(component, "close"):
+                    closed = component.close()  # type: ignore[attr-defined]
+                    if inspect.isawaitable(closed):
+                        await closed
         finally:
             await self.engine.close()
 
@@ -109,6 +114,7 @@ class Attempts:
             max_concurrent=config.max_concurrent,
             seconds_down=self._seconds_down,
             carry=config.carry if trains else (),
+            scorers=self._scorers if trains else (),
         )
 
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:

@@ -21,6 +21,7 @@ from spurline_rl.protocols.correction import CorrectionConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.reward import RewardTable
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+from spurline_rl.protocols.scorer import ScorerConfig
 
 OVERLONG = "overlong"
 """Name of the reward term that `source.overlong` adds."""
@@ -182,6 +183,8 @@ class PromptSourceConfig(SourceConfig):
     carry: tuple[str, ...] = ()
     """Columns of the training data with numbers or booleans. Advantages read them from `Group.columns`. A loss that
     lists such a column in `needs` gets it as a float32 column of the batch."""
+    scorers: Annotated[tuple[Annotated[ScorerConfig, Component("scorer")], ...], OnResume.BY_NAME] = ()
+    """What each finished group goes through, in order, such as a served model that adds its logprobs."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Penalty on responses that are almost as long as allowed; null for none."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
@@ -208,6 +211,12 @@ class PromptSourceConfig(SourceConfig):
         yield from self._reward_problems(run)
         yield from self._advantage_problems(run)
         yield from self._replay_problems(run)
+        if self.zero_variance == "refill" and not self.learns_from_rewards(run):
+            yield Problem(
+                "zero_variance",
+                "is refill, which leaves out groups whose rewards are all equal. Here a teacher gives the advantages, "
+                "so these groups teach too. Set zero_variance: keep.",
+            )
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
                 "zero_variance",
@@ -289,7 +298,7 @@ class PromptSourceConfig(SourceConfig):
             if key.rpartition(".")[2] in section.model_fields_set:
                 yield Problem("name", f"is {self.name}, which does not use '{key}': {instead}. Remove '{key}'.")
         # A loss that trains on `returns` is the loss of a critic. Its config reports that it cannot train the policy.
-        if run.loss.trains_on not in ("advantages", "returns"):
+        if run.loss.trains_on not in ("advantages", "returns") and not run.loss.learns_from_teacher:
             yield Problem(
                 "name",
                 f"is {self.name}, but loss: {run.loss.name} reads no advantages, so rewards would have no effect. Set "
@@ -318,16 +327,24 @@ class PromptSourceConfig(SourceConfig):
             makes_attempts=True,
             compares_logprobs=True,
             num_prompts=self.prompts_per_step,
-            columns=(*_COLUMNS, *(("values", "returns") if self.advantage.uses_critic else ())),
+            columns=(
+                *_COLUMNS,
+                *(("values", "returns") if self.advantage.uses_critic else ()),
+                *(name for scorer in self.scorers for name in scorer.columns),
+            ),
             carried=self.carry,
             reward_terms=self.environment.reward_terms,
             context_tokens=self.engine.context_tokens,
             sampling=self.sampling,
             sampling_temperature=self.sampling.temperature,
-            roles=() if self.kl_in_reward is None else ("reference",),
+            roles=self.advantage.roles | ({"reference"} if self.kl_in_reward is not None else set()),
             has_colocated_engines=self.engine.is_colocated,
             replays_experts=self.router_replay,
         )
+
+    def learns_from_rewards(self, run: RunConfig) -> bool:
+        """Return false if a teacher says what to learn, so that groups with equal rewards teach too."""
+        return self.advantage.learns_from_rewards and not run.loss.learns_from_teacher
 
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
         """Return the largest number of tokens that an attempt can have."""

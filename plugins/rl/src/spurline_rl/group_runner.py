@@ -22,6 +22,7 @@ from spurline_concurrency.calls import Call, Places, all_or_none, located
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.draws import Draw, SkippedRow, row_of
 from spurline_rl.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
+from spurline_rl.protocols.scorer import Scorer
 from spurline_rl.trajectory import Group, Trajectory
 from spurline_text.rows.rows import explain_bad_row
 
@@ -105,6 +106,7 @@ class GroupRunner:
         max_concurrent: Largest number of attempts that run at the same time.
         seconds_down: See `TakesWeights`.
         carry: Columns of the row whose numbers are copied into the group.
+        scorers: What the finished group goes through, in order.
     """
 
     environment: Environment
@@ -118,6 +120,7 @@ class GroupRunner:
     max_concurrent: InitVar[int]
     seconds_down: InitVar[Callable[[], float]] = lambda: 0.0
     carry: Sequence[str] = ()
+    scorers: Sequence[Scorer] = ()
 
     def __post_init__(self, attempt_timeout_s: float, max_concurrent: int, seconds_down: Callable[[], float]) -> None:
         self._places = Places(max_concurrent, attempt_timeout_s, seconds_down, "source.faults.attempt_timeout_s")
@@ -141,6 +144,9 @@ class GroupRunner:
             columns = {name: carried(prompt, name) for name in self.carry}
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
             trajectories = await self._attempt_all(tasks, what)
+            group = Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
+            for scorer in self.scorers:
+                group = await _scored(scorer, group, prompt)
         except _GiveUp as failure:
             lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
             self.given_up.add(lost)
@@ -149,7 +155,7 @@ class GroupRunner:
             if prompt.dataset.on_bad_row == "error":
                 raise
             return SkippedRow(prompt.uid, prompt.number, str(error))
-        return Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
+        return group
 
     def take_retries(self, uid: str) -> int:
         """Return how many attempts at this prompt were retries, and forget the number."""
@@ -248,6 +254,19 @@ class GroupRunner:
                         f"{name}.run: turn {number} of {_name(task)} has {len(values)} {field} for "
                         f"{len(turn.response_ids)} response tokens."
                     )
+
+
+async def _scored(scorer: Scorer, group: Group, prompt: Draw) -> Group:
+    name = f"{type(scorer).__name__}.score for prompt {prompt.uid}"
+    try:
+        scored = await scorer.score(group, prompt)
+    except AttemptFailedError as error:
+        raise _GiveUp(f"{prompt.location} ({name}): {error}") from error
+    tokens = int(group.flat.num_response.sum())
+    for column, values in scored.token_columns.items():
+        if len(values) != tokens:
+            raise PluginError(f"{name}: '{column}' has {len(values)} values for {tokens} response tokens.")
+    return scored
 
 
 def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:

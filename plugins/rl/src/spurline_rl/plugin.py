@@ -13,6 +13,7 @@ from spurline_rl.protocols.correction import CorrectionConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.reward import RewardConfig
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+from spurline_rl.protocols.scorer import ScorerConfig
 from spurline_rl.protocols.weight_sync import WeightSyncConfig
 from spurline_rl.rewards import configs as rewards
 from spurline_rl.training_configs import ByPromptConfig, RewardAdaptiveOrderConfig, RolloutCriticConfig
@@ -27,6 +28,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add_kind(RewardConfig, "spurline_rl.protocols.reward:Reward")
     registry.add_kind(EnvironmentConfig, "spurline_rl.protocols.environment:Environment")
     registry.add_kind(RolloutEngineConfig, "spurline_rl.protocols.rollout_engine:RolloutEngine")
+    registry.add_kind(ScorerConfig, "spurline_rl.protocols.scorer:Scorer")
     registry.add_kind(WeightSyncConfig, "spurline_rl.protocols.weight_sync:WeightSync")
     registry.add_hookspecs(hookspecs)
     registry.add_section("critic", RolloutCriticConfig, optional=True)

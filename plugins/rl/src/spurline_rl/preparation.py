@@ -30,8 +30,20 @@ from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollout_batches import RolloutCollator
 from spurline_rl.scored_groups import ScoredGroups
-from spurline_rl.trajectory import Group, Trajectory, Turn, in_one_block, trajectories_of, turns_of, with_turns
+from spurline_rl.trajectory import (
+    Group,
+    Trajectory,
+    Turn,
+    in_one_block,
+    trajectories_of,
+    turns_of,
+    with_fields,
+    with_turns,
+)
 from spurline_text.tokenizer import pad_token_id
+
+_LOGPROBS = "_logprobs"
+"""Ending of the names of columns with a model's logprobs. The role of the model comes before it."""
 
 
 class TurnColumns:
@@ -69,10 +81,11 @@ class TurnColumns:
         return joined(self.split(column), column.numpy().dtype)
 
     def join(self, name: str, values: NDArray[Any]) -> Tensor:
-        """Return the column `name`, given a value for each response token [A], turn after turn. The rest is 0."""
-        dtype = torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32)).numpy().dtype
+        """Return the column `name`, given the values of response tokens [A, ...], turn after turn. The rest is 0."""
+        usual = torch.int32 if np.issubdtype(values.dtype, np.integer) else torch.float32
+        dtype = torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, usual)).numpy().dtype
         # numpy asks the kernel for huge pages, torch does not.
-        column = torch.from_numpy(np.zeros(self._shape, dtype))
+        column = torch.from_numpy(np.zeros((*self._shape, *values.shape[1:]), dtype))
         target, start = column.numpy(), 0
         for row, place in self._places:
             stop = start + place.stop - place.start
@@ -102,8 +115,15 @@ class Preparation:
             None if config.correction is None else registry.create("correction", config.correction)
         )
         loss: Loss = registry.create("loss", run.loss)
-        self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
         self._needs_values = "values" in self._advantage.needs
+        self._added = [name for scorer in config.scorers for name in scorer.columns]
+        needs = {*self._advantage.needs, *loss.needs, *({"reference_logprobs"} if config.kl_in_reward else ())}
+        given = {"rollout_logprobs", *self._added, *config.carry, *getattr(loss, "prepares", ())}
+        self._roles = {"old_logprobs": "policy"} | {
+            name: name.removesuffix(_LOGPROBS)
+            for name in sorted(needs - given - {"old_logprobs"})
+            if name.endswith(_LOGPROBS)
+        }
         self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
@@ -143,16 +163,17 @@ class Preparation:
             _check_support(batch)
         columns = self.turn_columns(batch, groups)
         begin = time.perf_counter()
-        scores = self._score_tokens(laid_out, columns, backend)
+        scores = self._score_tokens(laid_out, columns, groups, backend)
         seconds = time.perf_counter() - begin
         computed: dict[str, Tensor] = {}
-        values = {"values": columns.flatten(scores["values"])} if "values" in scores else {}
+        values = {name: columns.flatten(scores[name]) for name in self._advantage.needs if name in scores}
         scored, charged = self._charge_kl(ScoredGroups(groups, values), columns, scores)
         if charged or "rewards" not in batch.tokens:
             computed["rewards"] = columns.join("rewards", scored.column("rewards"))
         computed |= {name: columns.join(name, found) for name, found in self._advantages(scored).items()}
         carried = _join_carried(groups, self._config.carry, columns)
-        batch = batch.with_tokens(**scores, **computed, **carried)
+        added = {name: columns.join(name, scored.column(name)) for name in self._added}
+        batch = batch.with_tokens(**scores, **computed, **carried, **added)
         batch, compared = compare(batch, self._correction)
         metrics = {**compared, **charged, **advantage_metrics(batch)}
         info = {**batch.info, **metrics, "time/look_back": seconds}
@@ -168,13 +189,13 @@ class Preparation:
             _check_experts(batch, rows)
         return batch
 
-    def logprobs_of(self, turns: Sequence[Turn], backend: Backend) -> list[NDArray[np.float32]]:
+    def logprobs_of(self, turns: Sequence[Turn], backend: Backend, role: Role = "policy") -> list[NDArray[np.float32]]:
         """Return the backend's logprobs of the response tokens of these turns, as the loss uses them."""
         groups = [Group("turns", 0, tuple(Trajectory("turns", number, (turn,)) for number, turn in enumerate(turns)))]
         laid_out = self._lay_out(groups)
         batch = laid_out.without_padding_rows()
         padded = laid_out.pad_rows(self._layout.data)
-        logprobs = backend.logprobs(padded, "policy", temperature=self._config.sampling.temperature)
+        logprobs = backend.logprobs(padded, role, temperature=self._config.sampling.temperature)
         found = [values.copy() for values in self.turn_columns(batch, groups).split(logprobs)]
         laid_out.release()
         return found
@@ -183,14 +204,19 @@ class Preparation:
         """Return the positions of each turn's response in the batch of these groups."""
         return TurnColumns(batch, groups, [self._rows_of(group) for group in groups])
 
-    def _score_tokens(self, laid_out: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
+    def _score_tokens(
+        self, laid_out: TrainingBatch, columns: TurnColumns, groups: Sequence[Group], backend: Backend
+    ) -> dict[str, Tensor]:
         """Compute logprobs, and a critic's values, before the update. Returns columns without padding rows."""
         padded = laid_out.pad_rows(self._layout.data)
-        roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
-        if self._needs_reference:
-            roles.append(("reference_logprobs", "reference"))
         temperature = self._config.sampling.temperature
-        found = {column: backend.logprobs(padded, role, temperature=temperature) for column, role in roles}
+        found: dict[str, Tensor] = {}
+        for name, role in self._roles.items():
+            if any(role in group.prompts for group in groups):
+                turns = _with_prompts(groups, role)
+                found[name] = columns.join(name, np.concatenate(self.logprobs_of(turns, backend, role)))
+            else:
+                found[name] = backend.logprobs(padded, role, temperature=temperature)
         if self._needs_values:
             # Values are also needed for response tokens without loss.
             weights = torch.zeros_like(padded.tokens["loss_weights"])
@@ -234,6 +260,23 @@ class Preparation:
                 )
             found.append(columns)
         return {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
+
+
+def _with_prompts(groups: Sequence[Group], role: Role) -> list[Turn]:
+    """Return the turns of all groups with the prompts of this role. Raises DataError for attempts of several turns."""
+    turns: list[Turn] = []
+    for group in groups:
+        for attempt in group.trajectories:
+            if role in group.prompts and len(attempt.turns) > 1:
+                raise DataError(
+                    f"Sample {attempt.sample} of prompt '{group.uid}' has {len(attempt.turns)} turns, but the prompt "
+                    f"of the {role} is for one turn. Choose an environment with one turn, or remove the scorer."
+                )
+            turns += [
+                with_fields(turn, prompt_ids=group.prompts.get(role, turn.prompt_ids), routed_experts=None)
+                for turn in attempt.turns
+            ]
+    return turns
 
 
 def _joined(groups: Sequence[Group], name: str) -> NDArray[np.int64]:

@@ -44,6 +44,8 @@ class ScoredGroups:
         if name in self.computed:
             return self.computed[name]
         groups = [group for group in self.groups if group.trajectories]
+        if groups and all(name in group.token_columns for group in groups):
+            return np.concatenate([group.token_columns[name] for group in groups])
         for group in groups:
             if name not in group.flat.columns:
                 raise _lacking(group, name)

@@ -246,6 +246,9 @@ class Group:
         draw: Position of the prompt in the endless data order.
         columns: Numbers from the prompt's row, under the names in `source.carry`.
         tags: Short values from the prompt's row, for display.
+        token_columns: Further columns [A] or [A, K] over the response tokens of all turns, which scorers have added.
+        prompts: int32 [P] by role: the prompt with which this model scores the responses, instead of the policy's. All
+            attempts must have one turn.
     """
 
     uid: str
@@ -253,6 +256,8 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     columns: Mapping[str, float] = field(default_factory=dict[str, float])
     tags: Mapping[str, str | float] = field(default_factory=dict[str, "str | float"])
+    token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, "NDArray[Any]"])
+    prompts: Mapping[str, NDArray[np.int32]] = field(default_factory=dict[str, "NDArray[np.int32]"])
 
     @cached_property
     def flat(self) -> FlatTurns:

@@ -80,6 +80,8 @@ def _block_state(groups: Sequence[Group]) -> dict[str, object]:
                 "trajectories": [_trajectory(item) for item in group.trajectories],
                 "columns": dict(group.columns),
                 "tags": dict(group.tags),
+                "token_columns": dict(group.token_columns),
+                "prompts": dict(group.prompts),
             }
             for group in groups
         ],
@@ -121,13 +123,15 @@ def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
                     tuple(next_turn() for _ in range(item["turns"])),
                     item["rewards"],
                     json.loads(item["info"]),
-                    # Earlier checkpoints have no retries, columns and tags.
+                    # Earlier checkpoints have no retries, and groups without the last fields.
                     item.get("retries", 0),
                 )
                 for item in group["trajectories"]
             ),
             group.get("columns", {}),
             group.get("tags", {}),
+            group.get("token_columns", {}),
+            group.get("prompts", {}),
         )
         for group in cast("Sequence[Mapping[str, Any]]", state["groups"])
     ]

@@ -128,11 +128,12 @@ class ExpertRouting:
     @contextmanager
     def watching(self, name: str, watcher: Watcher) -> Iterator[Watcher]:
         """Set the attribute `name`, such as `loads`, to `watcher` in the context."""
+        before = getattr(self, name)
         setattr(self, name, watcher)
         try:
             yield watcher
         finally:
-            setattr(self, name, None)
+            setattr(self, name, before)
 
     def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
         """Return recorded choices as [T, layers, top_k], with -1 in layers without experts."""

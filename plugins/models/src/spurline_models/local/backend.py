@@ -137,7 +137,7 @@ class LocalBackend:
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
         self._memory.check_here("evaluated")
         streams = self._streams(batch, objective.loss.needs)
-        return evaluation_sums(self._model, streams, objective, self._profile).as_loss_sums()
+        return evaluation_sums(self._model, streams, objective, self._profile, self._playing).as_loss_sums()
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         self._memory.check_here("asked for logprobs")
@@ -241,7 +241,7 @@ class LocalBackend:
         balance = None
         if self._balance is not None and role == "policy":
             balance = self._balance / batch.num_trained_segments
-        return accumulate_gradients(trained.model, streams, objective, self._profile, balance)
+        return accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance)
 
     def _streams(
         self, batch: TrainingBatch, needs: Collection[str], model: StreamModel | None = None

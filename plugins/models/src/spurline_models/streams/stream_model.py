@@ -31,13 +31,15 @@ from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
 from spurline_models.streams.segment_attention import ATTENTION_NAME, Unpad, padding_reason
-from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
+from spurline_models.streams.token_logprobs import LogitReading, OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, TokenStream, cut_buckets
 
 Reading = Literal["stream", "rows"]
 """How a decoder reads a stream. `stream` gives it all tokens in one row. `rows` gives it a padded row for each segment,
 with the model's own attention. Models need `rows` if they mix tokens outside of attention (linear attention, state
 spaces, convolutions), or if their attention cannot be replaced."""
+
+NO_LOGITS = ModelError("The loss reads logits, and a model with a value head has none. Choose another `critic.loss`.")
 
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 """The measured number of padding tokens that cost as much time as one pass of a decoder, by type of device."""
@@ -140,7 +142,10 @@ class StreamModel:
         return facts
 
     def counting_experts(self) -> AbstractContextManager[ExpertLoads]:
-        """Count the tokens that each expert gets in the context. Compiled layers are not counted."""
+        """Count the tokens that each expert gets in the context. Compiled layers are not counted.
+
+        An outer context does not count what an inner context counts.
+        """
         if not self._has_routers or self._compiled():
             return nullcontext(ExpertLoads())
         return self.routing.watching("loads", ExpertLoads())
@@ -225,12 +230,25 @@ class StreamModel:
         with save_on_cpu(pin_memory=True) if self._offloads else nullcontext():
             return self.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """Return the inputs of a loss with these `needs` for the stream."""
+    def states(self, stream: TokenStream) -> Tensor:
+        """Return the hidden states [N, H] from which the stream's loss tokens are predicted."""
+        return self._states(stream)
+
+    def _states(self, stream: TokenStream) -> Tensor:
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
-        hidden = hidden.index_select(0, stream.source)
-        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature, stream.support)
-        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+        return hidden.index_select(0, stream.source)
+
+    def loss_inputs(
+        self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0, reading: LogitReading | None = None
+    ) -> TokenLossInputs:
+        """Return the inputs of a loss with these `needs` for the stream. `reading` is for a loss that reads logits."""
+        hidden, wanted, columns = self._states(stream), ENTROPY in needs, stream.columns
+        if reading is None:
+            logprobs, entropy = self.score(hidden, stream.targets, wanted, temperature, stream.support)
+        else:
+            logprobs, entropy, values = self.score.read(hidden, stream, reading, wanted, temperature)
+            columns = {**columns, **values}
+        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, columns, entropy)
 
 
 class ValueModel(StreamModel):
@@ -239,11 +257,15 @@ class ValueModel(StreamModel):
     In its loss inputs, `logprobs` has values. The value of a token is the expected return before the token is chosen.
     """
 
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+    def loss_inputs(
+        self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0, reading: LogitReading | None = None
+    ) -> TokenLossInputs:
         """Return the inputs of a critic's loss, without temperature and entropy.
 
         The critic's routers always choose experts themselves, since no engine has run the critic.
         """
+        if reading is not None:
+            raise NO_LOGITS
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, num_fill=stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
         values = self.head(hidden)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from spurline.protocols.backend import Role
+from spurline.protocols.loss import ENTROPY, Distribution, ReadsLogits
 from spurline_models.architecture import find_decoder
+from spurline_models.streams.token_stream import TokenStream
+
+LOGPROBS = "logprobs"
 
 
 class OutputLogits(nn.Module):
@@ -75,11 +81,48 @@ class _States(BaseModelOutputWithPast):
         return None
 
 
+@dataclass(frozen=True)
+class WholeDistribution:
+    """A `Distribution` whose vocabulary is all in this process."""
+
+    logprobs: Tensor
+
+    def total(self, values: Tensor) -> Tensor:
+        return values.sum(-1)
+
+    def spread(self, sums: Tensor) -> Tensor:
+        return sums.unsqueeze(-1)
+
+    def at(self, ids: Tensor) -> Tensor:
+        return self.logprobs.gather(-1, ids)
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        ids = self.logprobs.detach().topk(k).indices
+        return ids, self.at(ids)
+
+
+@dataclass(frozen=True)
+class ReadStates:
+    """Hidden states [N, H] of a model that is not trained, and the output layer that makes its logits from them."""
+
+    layer: TokenLogprobs
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class LogitReading:
+    """A loss that reads distributions, and the other models' hidden states at the positions of one stream."""
+
+    loss: ReadsLogits
+    others: Mapping[Role, ReadStates]
+
+
 class TokenLogprobs:
     """The output layer of a model, applied in chunks of at most `chunk_tokens` positions.
 
     If there are several chunks, the logits of all but the last are recomputed in the backward pass. If `fused`, Triton
-    kernels compute logprobs, so that a logit needs no memory but its own.
+    kernels compute logprobs, so that a logit needs no memory but its own. A loss that reads logits needs them outside
+    of the kernels, so no kernel is used for it.
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], chunk_tokens: int, fused: bool = False) -> None:
@@ -104,50 +147,91 @@ class TokenLogprobs:
         those of the distribution that is renormalised over each row's ids. Entropies are always of all tokens.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
-        num_chunks = math.ceil(len(targets) / self.chunk_tokens)
-        if num_chunks <= 1:
-            return score(hidden, targets, support)
-        size = math.ceil(len(targets) / num_chunks)
-        supports = [None] * num_chunks if support is None else support.split(size)
-        parts: list[Any] = []
-        for chunk in zip(hidden.split(size), targets.split(size), supports, strict=True):
-            # The last chunk is the first in the backward pass, so its logits may stay.
-            if torch.is_grad_enabled() and len(parts) < num_chunks - 1:
-                parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=self._draws))
-            else:
-                parts.append(score(*chunk))
-        entropies = [entropy for _, entropy in parts if entropy is not None]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
+        found = self._in_chunks(score, (hidden, targets, support))
+        return found[LOGPROBS], found.get(ENTROPY)
+
+    def read(
+        self, hidden: Tensor, stream: TokenStream, reading: LogitReading, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None, Mapping[str, Tensor]]:
+        """Return what a call returns for the stream, and the values [N] that the loss makes from distributions."""
+        roles, names = list(reading.others), list(stream.columns)
+
+        def read(hidden: Tensor, targets: Tensor, support: Tensor | None, *rest: Tensor) -> dict[str, Tensor]:
+            with torch.no_grad():
+                states = zip(reading.others.values(), rest[: len(roles)], strict=True)
+                others = [(one.layer, one.layer._logits(part, temperature)) for one, part in states]
+            columns = dict(zip(names, rest[len(roles) :], strict=True))
+            logits = self._logits(hidden, temperature)
+            size = self._num_tokens(logits)
+            # Models of one family may differ in the unused tokens at the end of their vocabularies.
+            shared = min([size, *(layer._num_tokens(of_other) for layer, of_other in others)])
+            own = self._distribution(logits, size)
+            values = reading.loss.from_logits(
+                own if shared == size else self._distribution(logits, shared),
+                {
+                    role: self._distribution(self._aligned(of_other, logits), shared)
+                    for role, (_, of_other) in zip(roles, others, strict=True)
+                },
+                {**columns, "input_ids": targets},
+            )
+            of_targets = own.at(targets.unsqueeze(-1)).squeeze(-1)
+            if support is not None:
+                kept = own.at(support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
+                of_targets = of_targets - kept.logsumexp(-1)
+            entropy = {ENTROPY: -own.total(own.logprobs.exp() * own.logprobs)} if want_entropy else {}
+            return {**values, LOGPROBS: of_targets, **entropy}
+
+        of_others = [states.hidden for states in reading.others.values()]
+        tensors = (hidden, stream.targets, stream.support, *of_others, *stream.columns.values())
+        found = self._in_chunks(read, tensors)
+        return found.pop(LOGPROBS), found.pop(ENTROPY, None), found
 
     def at(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return the values [N, K] of these token ids, given this process's columns [N, V]; -inf for the id -1."""
         return values.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
 
+    def _in_chunks(
+        self, function: Callable[..., dict[str, Tensor]], tensors: Sequence[Tensor | None]
+    ) -> dict[str, Tensor]:
+        """Call the function with chunks of these tensors [N, ...], and join what it returns. The first is not None."""
+        assert tensors[0] is not None
+        count = len(tensors[0])
+        num_chunks = math.ceil(count / self.chunk_tokens)
+        if num_chunks <= 1:
+            return function(*tensors)
+        size = math.ceil(count / num_chunks)
+        split = ([None] * num_chunks if tensor is None else tensor.split(size) for tensor in tensors)
+        parts: list[dict[str, Tensor]] = []
+        for chunk in zip(*split, strict=True):
+            # The last chunk is the first in the backward pass, so its logits may stay.
+            if torch.is_grad_enabled() and len(parts) < num_chunks - 1:
+                made: Any = checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=self._draws)
+                parts.append(made)
+            else:
+                parts.append(function(*chunk))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
     def _score(
         self, hidden: Tensor, targets: Tensor, support: Tensor | None, want_entropy: bool, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = self._head(hidden)
+    ) -> dict[str, Tensor]:
+        logits, scores = self._head(hidden), dict[str, Tensor]()
         if support is not None:
             # The sum over the vocabulary cancels, so only a few logits get gradients.
             chosen = self.at(logits, torch.cat([targets.unsqueeze(1), support], dim=1))
             chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32)) / temperature
-            restricted = chosen[:, 0] - chosen[:, 1:].logsumexp(-1)
-            return restricted, self._all_tokens(logits, targets, True, temperature)[1] if want_entropy else None
-        return self._all_tokens(logits, targets, want_entropy, temperature)
-
-    def _all_tokens(
-        self, logits: Tensor, targets: Tensor, want_entropy: bool, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
+            scores[LOGPROBS] = chosen[:, 0] - chosen[:, 1:].logsumexp(-1)
+            if not want_entropy:
+                return scores
         if self.fused:
             from spurline_models.streams.logprob_kernel import FusedLogprobs
 
-            return cast(Any, FusedLogprobs.apply(logits, targets, want_entropy, temperature))
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            # Half precision is too coarse for a softmax over 1e5 logits.
-            logits = logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        return self._logprobs(logits, targets, want_entropy)
+            found: Any = FusedLogprobs.apply(logits, targets, want_entropy, temperature)
+        else:
+            found = self._logprobs(_tempered(logits, temperature), targets, want_entropy)
+        return {LOGPROBS: found[0], **({ENTROPY: found[1]} if want_entropy else {}), **scores}
+
+    def _logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        return _tempered(self._head(hidden), temperature)
 
     def _logprobs(self, logits: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
         if not want_entropy:
@@ -155,3 +239,22 @@ class TokenLogprobs:
         all_logprobs = F.log_softmax(logits, dim=-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+    def _num_tokens(self, logits: Tensor) -> int:
+        """Return the size of the vocabulary that these logits belong to."""
+        return logits.shape[-1]
+
+    def _aligned(self, logits: Tensor, own: Tensor) -> Tensor:
+        """Return another model's logits of the tokens that the columns of `own` are for."""
+        return logits
+
+    def _distribution(self, logits: Tensor, num_tokens: int) -> Distribution:
+        """Return the distribution over the first tokens of the vocabulary."""
+        return WholeDistribution(F.log_softmax(logits[:, :num_tokens], dim=-1))
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        # Half precision is too coarse for a softmax over 1e5 logits.
+        logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature

@@ -12,8 +12,9 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.reference import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.loss import Loss, MetricValues, PreparesBatch, TokenLossInputs
+from spurline.protocols.loss import Loss, MetricValues, PreparesBatch, ReadsLogits, TokenLossInputs
 from spurline.testing.samples import PAD, make_view
+from spurline_models.streams.token_logprobs import WholeDistribution
 
 PAIR_IDS = "pair_ids"
 LABELS = "labels"
@@ -47,15 +48,41 @@ class LossContract:
             columns[PAIR_IDS] = (segment_index // 2 + 1) * (1 - 2 * (segment_index % 2))
         if LABELS in columns:
             columns[LABELS] = 1 - 2 * (segment_index % 2)
+        if isinstance(made := self.make_loss(), ReadsLogits):
+            values = self.values(made, columns, sum(segments))
+            columns |= {name: value.detach().requires_grad_() for name, value in values.items()}
         return TokenLossInputs(logprobs.requires_grad_(), segment_index, len(segments), columns, entropy)
+
+    def values(
+        self, loss: ReadsLogits, columns: Mapping[str, Tensor], count: int, chunk: slice = slice(None)
+    ) -> dict[str, Tensor]:
+        """Return what a loss that reads logits makes of random ones at `count` positions, for a chunk of them."""
+        drawn: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+        policy, *others = (
+            WholeDistribution((3 * torch.randn(count, 12, **drawn)).log_softmax(-1)[chunk])
+            for _ in ("policy", *loss.reads_logits)
+        )
+        given = {name: column[chunk] for name, column in columns.items()}
+        given["input_ids"] = (torch.arange(count) % 12)[chunk]
+        return dict(loss.from_logits(policy, dict(zip(loss.reads_logits, others, strict=True)), given))
+
+    def test_values_of_logits_depend_on_their_own_position_alone(self) -> None:
+        loss, inputs = self.make_loss(), self.inputs()
+        if not isinstance(loss, ReadsLogits):
+            return
+        columns, count = {name: inputs.columns[name] for name in loss.needs - {"entropy"}}, len(inputs.logprobs)
+        parts = [self.values(loss, columns, count, chunk) for chunk in (slice(0, 5), slice(5, count))]
+        for name, value in self.values(loss, columns, count).items():
+            assert value.shape == (count,), name
+            torch.testing.assert_close(torch.cat([part[name] for part in parts]), value, rtol=1e-12, atol=1e-12)
 
     def test_loss_is_one_finite_differentiable_number_per_token(self) -> None:
         inputs = self.inputs()
         loss = self.make_loss().token_loss(inputs)
         assert loss.shape == inputs.logprobs.shape
         assert bool(torch.isfinite(loss).all())
-        (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)
-        assert bool(torch.isfinite(gradient).all())
+        for gradient in _gradients(loss, inputs).values():
+            assert bool(torch.isfinite(gradient).all())
 
     def test_a_segment_or_pair_alone_has_the_loss_and_metrics_it_has_among_others(self) -> None:
         inputs = self.inputs()
@@ -119,9 +146,18 @@ class LossContract:
     def _values(self, inputs: TokenLossInputs, made: Loss | None = None) -> dict[str, Tensor]:
         made = self.make_loss() if made is None else made
         loss = made.token_loss(inputs)
-        (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)
+        gradients = _gradients(loss, inputs)
         with torch.no_grad():
-            return {"loss": loss, "gradient": gradient, **_flat(made.metrics(inputs))}
+            return {"loss": loss, **gradients, **_flat(made.metrics(inputs))}
+
+
+def _gradients(loss: Tensor, inputs: TokenLossInputs) -> dict[str, Tensor]:
+    """Return the gradients of the logprobs, and of what the loss itself made of logits, if the loss uses them."""
+    leaves = {"logprobs": inputs.logprobs, **{name: one for name, one in inputs.columns.items() if one.requires_grad}}
+    found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
+    gradients = {f"gradient of {name}": one for name, one in zip(leaves, found, strict=True) if one is not None}
+    assert gradients, "the loss has no gradient"
+    return gradients
 
 
 WEIGHTS = " (weights)"
@@ -158,7 +194,9 @@ def _chosen(inputs: TokenLossInputs, where: Tensor, first: int = 0) -> TokenLoss
         logprobs=inputs.logprobs.detach()[where].requires_grad_(),
         segment_index=segment_index,
         num_segments=int(segment_index.max()) + 1,
-        columns={name: column[where] for name, column in inputs.columns.items()},
+        columns={
+            name: column.detach()[where].requires_grad_(column.requires_grad) for name, column in inputs.columns.items()
+        },
         entropy=inputs.entropy.detach()[where].requires_grad_() if inputs.entropy is not None else None,
     )
 

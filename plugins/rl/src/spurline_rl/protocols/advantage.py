@@ -20,7 +20,8 @@ class Advantage(Protocol):
     Factory: `Class(config)`. Implementations are pure functions and use only numpy.
 
     Attributes:
-        needs: Columns that the algorithm reads besides `rewards`, such as `values` of a critic.
+        needs: Columns that the algorithm reads besides `rewards`: `values` of a critic, `old_logprobs` of the policy
+            before the update, `ROLE_logprobs` of another model, such as `teacher_logprobs`, or columns of a scorer.
     """
 
     needs: frozenset[str]
@@ -49,6 +50,14 @@ class AdvantageConfig(ComponentConfig):
     kind: ClassVar[str] = "advantage"
     uses_critic: ClassVar[bool] = False
     """If true, the algorithm reads a critic's values, and the run needs the section `critic`."""
+    learns_from_rewards: ClassVar[bool] = True
+    """If false, the advantages come from elsewhere, such as a teacher. Groups whose rewards are all equal then teach as
+    much as others."""
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Return the roles of the untrained models whose logprobs the algorithm reads. They take memory."""
+        return frozenset()
 
     @property
     def smallest_group(self) -> int:

@@ -48,8 +48,16 @@ class AdvantageContract:
 
     def computed(self, groups: Sequence[Group]) -> list[NDArray[np.float32]]:
         """Return the advantages of each attempt's response tokens."""
-        scored = with_values(groups)
+        scored = self.scored(groups)
         return by_attempt(scored, self.make_advantage().advantages(scored)["advantages"])
+
+    def scored(self, groups: Sequence[Group]) -> ScoredGroups:
+        """Return the groups with values of a critic, and with the logprobs of other models that the advantage needs."""
+        scored = with_values(groups)
+        needs = sorted(name for name in self.make_advantage().needs if name.endswith("_logprobs"))
+        # Each model is as far from the critic's values as the length of its name.
+        made = {name: scored.column("logprobs") * np.float32(1 + len(name) / 99) for name in needs}
+        return replace(scored, computed={**scored.computed, **made})
 
     def test_it_describes_itself_and_the_columns_that_it_needs(self) -> None:
         text = self.make_advantage().describe()
@@ -57,12 +65,12 @@ class AdvantageContract:
         assert text.endswith(".")
         needs = self.make_advantage().needs
         assert isinstance(needs, frozenset), f"`needs` is a frozenset of names, not {needs!r}"
-        known = {*RESPONSE_FIELDS, "values"}
+        known = {*RESPONSE_FIELDS, "values", *(name for name in needs if name.endswith("_logprobs"))}
         assert needs <= known, f"response tokens have no {sorted(needs - known)}"
 
     def test_every_response_token_gets_a_finite_float32(self) -> None:
-        assert len(self.make_advantage().advantages(with_values([]))["advantages"]) == 0
-        scored = with_values(self.groups())
+        assert len(self.make_advantage().advantages(self.scored([]))["advantages"]) == 0
+        scored = self.scored(self.groups())
         columns = self.make_advantage().advantages(scored)
         assert {"advantages"} <= columns.keys() <= {"advantages", "returns"}
         for values in columns.values():
@@ -83,7 +91,7 @@ class AdvantageContract:
         rewards = np.random.default_rng(9).random(sum(sizes), np.float32)
         parts = zip(turns_of(groups), np.split(rewards, np.cumsum(sizes)[:-1]), strict=True)
         charged = with_turns(groups, [replace(turn, rewards=part) for turn, part in parts])
-        scored = with_values(groups)
+        scored = self.scored(groups)
         scored = replace(scored, computed={**scored.computed, "rewards": rewards})
         found = self.make_advantage().advantages(scored)["advantages"]
         np.testing.assert_array_equal(found, np.concatenate(self.computed(charged)))

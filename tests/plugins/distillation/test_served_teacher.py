@@ -1,0 +1,158 @@
+"""A served teacher scores every group once, and never wrongly, however often its server dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from served_teachers import logprobs_after
+from transformers import AutoTokenizer
+
+from spurline.errors import ConfigError
+from spurline_distillation.configs import TOP_IDS, TOP_LOGPROBS, ServedTeacherConfig
+from spurline_distillation.served import ServedTeacher
+from spurline_models.testing import write_tiny_model
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.testing.inputs import make_trajectories
+from spurline_rl.trajectory import Group, turns_of
+
+pytestmark = pytest.mark.processes
+
+NUM_PROMPTS = int(os.environ.get("SERVED_PROMPTS", "50"))
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("teacher"), seed=3)
+
+
+class Server:
+    """A teacher's process, which can be killed and started again at the same address."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._command = [sys.executable, "-m", "served_teachers", str(folder), str(self._port), *options]
+        self.start()
+
+    def start(self) -> None:
+        path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(self._command, env={**os.environ, "PYTHONPATH": path})
+
+    def wait(self) -> None:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).close()
+            except OSError:
+                time.sleep(0.05)
+            else:
+                return
+        raise AssertionError("the server of the teacher did not start")
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[Server]:
+    server = Server(folder, *options)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
+def teacher(folder: Path, url: str, **settings: Any) -> ServedTeacher:
+    config = ServedTeacherConfig(urls=(url,), **settings)
+    run: Any = None
+    return ServedTeacher(config, run=run, tokenizer=AutoTokenizer.from_pretrained(folder))
+
+
+def group(number: int, samples: int = 2) -> Group:
+    made = make_trajectories([[(5 + number % 3, 3 + sample)] for sample in range(samples)], seed=number)
+    return Group(f"prompt-{number}", number, tuple(made))
+
+
+def logprobs_of(scored: Group) -> tuple[Any, Any]:
+    """The logprobs of all response tokens, and of the whole vocabulary there, by the model itself."""
+    own, everything = [], []
+    for turn in turns_of([scored]):
+        before = np.concatenate([turn.prompt_ids[-1:], turn.response_ids[:-1]])
+        everything.append(logprobs_after(before))
+        own.append(everything[-1][np.arange(len(before)), turn.response_ids])
+    return np.concatenate(own), np.concatenate(everything)
+
+
+def test_a_teacher_that_is_killed_twice_scores_every_prompt_once_and_none_wrongly(folder: Path) -> None:
+    groups = [group(number) for number in range(NUM_PROMPTS)]
+    ends: Counter[int] = Counter()
+
+    async def score_all(server: Server) -> list[Group]:
+        scorer = teacher(folder, server.url, max_concurrent=4, give_up_after_s=120)
+
+        async def score(one: Group) -> Group:
+            scored = await scorer.score(one, prompt=None)  # type: ignore[arg-type]
+            ends[one.draw] += 1
+            return scored
+
+        async def disturb() -> None:
+            for share in (0.2, 0.6):
+                while len(ends) < share * NUM_PROMPTS:
+                    await asyncio.sleep(0.005)
+                server.kill()
+                await asyncio.sleep(0.3)
+                server.start()
+
+        *scored, _ = await asyncio.gather(*map(score, groups), disturb())
+        await scorer.close()
+        return scored
+
+    with served(folder) as server:
+        scored = asyncio.run(score_all(server))
+    assert ends == Counter(dict.fromkeys(range(NUM_PROMPTS), 1))
+    for one in scored:
+        np.testing.assert_allclose(one.token_columns["teacher_logprobs"], logprobs_of(one)[0], atol=1e-5)
+
+
+def test_the_likeliest_tokens_come_with_their_logprobs_and_lies_are_not_believed(folder: Path) -> None:
+    async def score(server: Server, **settings: Any) -> Group:
+        scorer = teacher(folder, server.url, **settings)
+        try:
+            return await scorer.score(group(1), prompt=None)  # type: ignore[arg-type]
+        finally:
+            await scorer.close()
+
+    with served(folder, "LIE") as server:
+        one = asyncio.run(score(server, top_k=3))
+        own, everything = logprobs_of(one)
+        np.testing.assert_allclose(one.token_columns["teacher_logprobs"], own, atol=1e-5)
+        np.testing.assert_array_equal(one.token_columns[TOP_IDS], np.argsort(-everything, axis=1)[:, :3])
+        np.testing.assert_allclose(one.token_columns[TOP_LOGPROBS], -np.sort(-everything, axis=1)[:, :3], atol=1e-5)
+        # The first answer of a pair of requests is a lie, and there is no time for a second request.
+        with pytest.raises(AttemptFailedError, match="no logprob of token"):
+            asyncio.run(score(server, give_up_after_s=0.1))
+
+
+def test_another_tokenizer_is_refused_with_the_first_token_that_differs(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["cats"])
+    with served(folder) as server, pytest.raises(ConfigError, match=r"tokenizer differs.*cats"):
+        ServedTeacher(ServedTeacherConfig(urls=(server.url,)), run=None, tokenizer=tokenizer)  # type: ignore[arg-type]

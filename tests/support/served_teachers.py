@@ -1,0 +1,66 @@
+"""A server of a teacher that speaks as vLLM's: /v1/models, /tokenize, and /v1/completions with prompt_logprobs.
+
+It runs as a process of its own (`python -m served_teachers FOLDER PORT [LIE]`), so that it can be killed. Its model
+knows only the token before: it needs neither torch nor transformers, and starts at once. With LIE, each second answer
+is for other tokens than those that were sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from numpy.typing import NDArray
+
+VOCABULARY = 300
+
+
+def logprobs_after(tokens: Any) -> NDArray[np.float64]:
+    """Return the logprobs [N, VOCABULARY] of all tokens after each of these tokens [N]."""
+    logits = np.random.default_rng(0).standard_normal((VOCABULARY, VOCABULARY))[tokens] * 2
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def prompt_logprobs(ids: list[int], top: int) -> list[dict[str, Any] | None]:
+    entries: list[dict[str, Any] | None] = [None]
+    for row, token in zip(logprobs_after(ids[:-1]), ids[1:], strict=True):
+        likeliest = np.argsort(-row)[:top].tolist()
+        entries.append({str(each): {"logprob": float(row[each])} for each in dict.fromkeys([token, *likeliest])})
+    return entries
+
+
+def app_of(folder: str, *, lies: bool) -> web.Application:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    asked: Counter[str] = Counter()
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked["requests"] += 1
+        prompts = body["prompt"]
+        if lies and asked["requests"] % 2:
+            prompts = [[(token + 1) % VOCABULARY for token in prompt] for prompt in prompts]
+        found = [prompt_logprobs(prompt, body["prompt_logprobs"]) for prompt in prompts]
+        choices = [{"index": number, "prompt_logprobs": entries} for number, entries in enumerate(found)]
+        # The order of choices is not promised.
+        return web.json_response({"choices": choices[::-1]})
+
+    async def tokenize(request: web.Request) -> web.Response:
+        body = await request.json()
+        return web.json_response({"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False).ids})
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "teacher"}]})
+
+    app = web.Application(client_max_size=2**26)
+    app.add_routes([web.post("/v1/completions", complete), web.post("/tokenize", tokenize)])
+    app.add_routes([web.get("/v1/models", models)])
+    return app
+
+
+if __name__ == "__main__":
+    web.run_app(app_of(sys.argv[1], lies="LIE" in sys.argv), host="127.0.0.1", port=int(sys.argv[2]), print=None)
