@@ -27,7 +27,7 @@ from spurline_megatron_backend.parts import HeldParameter, HeldParameters
 from spurline_megatron_backend.router_replay import RouterChoice
 from spurline_models.dealing import Rows
 from spurline_models.experts.router_replay import ExpertLoads
-from spurline_models.streams.stream_model import evaluation_mode
+from spurline_models.streams.stream_model import evaluation_mode, excited
 from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
 
@@ -56,9 +56,13 @@ class StagedModel:
         sharing: SequenceSharing,
         rotary: Rotary,
         choices: Sequence[RouterChoice] = (),
+        *,
+        reads_tokens: bool = False,
     ) -> None:
         self.parts = list(parts)
         self._choices = choices
+        self._reads_tokens = reads_tokens
+        """Whether the model has a score head, which scores a token after reading it."""
         self._grid = grid
         self._sharing = sharing
         self._rotary = rotary
@@ -99,6 +103,8 @@ class StagedModel:
         After a backward pass, a rank holds the summed gradients of the values that it optimizes. With
         `whole_gradients`, it holds the summed gradients of all its parameters.
         """
+        if self._reads_tokens:
+            streams = [(rows, stream.at_tokens()) for rows, stream in streams]
         unit = self._grid.tensor
         longest = 0
         if self._grid.virtual_stages > 1:
@@ -174,7 +180,8 @@ class StagedModel:
         if score is not None:
             score.chunk_tokens = chunk_tokens
         try:
-            yield
+            with excited(getattr(self.parts[-1], "value_head", None)):
+                yield
         finally:
             self._sharing = own_sharing
             if score is not None:
