@@ -38,7 +38,9 @@ class PreferencePanel(Panel):
         return block(caption(head), columns(*(plot for plot in plots if plot)), wide=True)
 
 
-def plot_held_out(record: RunRecord, labels: dict[str, str], y_title: str, chance: float | None = None, **y_axis: Any) -> str:
+def plot_held_out(
+    record: RunRecord, labels: dict[str, str], y_title: str, chance: float | None = None, **y_axis: Any
+) -> str:
     """Plot training pairs as lines, and held-out pairs as points with dotted lines in the same colour."""
     hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
     traces: list[Trace] = []

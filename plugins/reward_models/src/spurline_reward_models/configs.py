@@ -68,7 +68,9 @@ class ScoredStepsConfig(SourceConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
         if run.loss.trains_on != "labels":
-            yield Problem("name", f"is {self.name}, whose labels loss '{run.loss.name}' does not read. Set step_reward.")
+            yield Problem(
+                "name", f"is {self.name}, whose labels loss '{run.loss.name}' does not read. Set step_reward."
+            )
         if run.data.too_long == "split":
             yield Problem("name", f"is {self.name}, and data.too_long: split would cut answers. Set truncate or drop.")
 
@@ -78,7 +80,7 @@ class ModelRewardConfig(RewardConfig):
 
     name: str = "model"
     role: str | None = None
-    """Role of the model in `model.frozen`, which needs `head: score`. It reads the tokens of the attempt's last turn."""
+    """Role of the model in `model.frozen`, which needs `head: score`. It reads the tokens of an attempt's last turn."""
     url: str | None = None
     """Address of a server with vLLM's interface, such as `http://localhost:8000`. Give this or `role`."""
     model: str | None = None

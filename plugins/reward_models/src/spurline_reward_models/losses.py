@@ -9,7 +9,8 @@ This is the loss of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155), with the
 and the centering of Eisenstein et al. 2023 (arXiv:2312.09244). Every token of a pair gets the loss of its pair, and the
 source gives the tokens of a pair weights that sum to 1.
 
-Let s be the score of a step's last token and z its label. The loss of a step (Lightman et al. 2023, arXiv:2305.20050) is
+Let s be the score of a step's last token and z its label. The loss of a step (Lightman et al. 2023, arXiv:2305.20050)
+is
 
     step_reward   probability   -z log sigma(s) - (1 - z) log sigma(-s)
                   number        (s - z)^2

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import fingerprint_of
-from spurline.protocols.dataset import Dataset, DatasetConfig
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_reward_models.configs import ScoredStepsConfig
@@ -31,9 +31,10 @@ class StepRows(DerivedDataset):
     """A `Dataset` whose rows have tokens, and a mask that is 1 at the last token of each scored step."""
 
     def __init__(
-        self, dataset: Dataset, config: ScoredStepsConfig, columns: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+        self, source: DatasetToTokenize, config: ScoredStepsConfig, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        super().__init__(dataset)
+        super().__init__(source.dataset)
+        columns = dict(source.config.columns)
         self._config, self._columns, self._tokenizer = config, columns, tokenizer
         self._renderer = ChatRenderer(tokenizer)
 
@@ -73,7 +74,9 @@ def read_steps(view: RowView) -> tuple[Any, list[str], list[float]]:
     if not isinstance(steps, (list, tuple, np.ndarray)) or not all(isinstance(step, str) for step in steps):
         raise BadRowError(view.label("completions"), f"is {describe(steps)}, expected a list of texts, one per step.")
     if not isinstance(labels, (list, tuple, np.ndarray)) or len(labels) != len(steps) or not len(steps):
-        raise BadRowError(view.label("labels"), f"is {describe(labels)}, expected a label for each of {len(steps)} steps.")
+        raise BadRowError(
+            view.label("labels"), f"is {describe(labels)}, expected a label for each of {len(steps)} steps."
+        )
     numbers = [float(label) for label in labels]
     if not all(map(math.isfinite, numbers)):
         raise BadRowError(view.label("labels"), "has a label that is not a finite number.")
@@ -113,7 +116,7 @@ class StepSet(SampleSet):
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
         return [
             DatasetToTokenize(
-                StepRows(source.dataset, self._config, dict(source.config.columns), self._tokenizer),
+                StepRows(source, self._config, self._tokenizer),
                 source.config.model_copy(update={"format": "pretokenized", "columns": {}}),
             )
             for source in opened

@@ -402,7 +402,8 @@ class AnswerSettings(Section):
         for term, reward in self.rewards.items():
             if reward.scored_by is not None:
                 yield Problem(
-                    f"rewards.{term}", f"asks the model '{reward.scored_by}', which scores only rollouts. Serve it (url)."
+                    f"rewards.{term}",
+                    f"asks the model '{reward.scored_by}', which scores only rollouts. Serve it (url).",
                 )
 
 
@@ -419,6 +420,7 @@ class GenerationEvalConfig(EvaluationPart, AnswerSettings):
                 f"needs answers, but backend '{run.backend.name}' does not generate. Remove evaluation.generate, or "
                 "set backend.name: local.",
             )
+        yield from self.reward_problems()
 
 
 class AnswersEvaluationConfig(EvaluationConfig, AnswerSettings):
@@ -427,6 +429,10 @@ class AnswersEvaluationConfig(EvaluationConfig, AnswerSettings):
     generates = True
 
     name: str = "answers"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        yield from self.reward_problems()
 
 
 class RolloutSourceConfig(PromptSourceConfig):
