@@ -21,7 +21,6 @@ from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_reward_models.configs import ScoredStepsConfig
-from spurline_text.chats.chat import ChatRenderer
 from spurline_text.rows.rows import BadRowError, RowView, describe
 from spurline_text.sources.sft import SampleSet, SftSource
 from spurline_text.tokenization import DerivedDataset
@@ -36,7 +35,6 @@ class StepRows(DerivedDataset):
         super().__init__(source.dataset)
         columns = dict(source.config.columns)
         self._config, self._columns, self._tokenizer = config, columns, tokenizer
-        self._renderer = ChatRenderer(tokenizer)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         view = RowView(self._dataset[row], self._columns)

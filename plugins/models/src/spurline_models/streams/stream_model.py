@@ -55,7 +55,7 @@ class StreamModel:
     """A causal model with segment attention. `TokenLogprobs` describes `chunk_tokens` and `fused`."""
 
     reads_tokens = False
-    """Whether the result for a token depends on the token itself: it is a score, not a logprob or value."""
+    """True if the result for a token is a score, which depends on the token itself, and not a logprob or value."""
 
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096, fused: bool = False):
         self.causal = causal
