@@ -21,7 +21,7 @@ from spurline.update.update import with_prepared
 from spurline_rl.losses.corrections import compare
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
-REGISTRY = PluginHost.load(["objectives", "distillation"]).registry
+REGISTRY = PluginHost.load(["objectives", "distillation", "reward_models"]).registry
 EXTRAS: dict[str, Any] = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.05}
 LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {},
@@ -31,6 +31,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "simpo": {},
     "cpo": {},
     "orpo": {"beta": 0.5},
+    "bradley_terry": {"margin": 0.3, "centering": 0.1},
+    "step_reward": {"kind_of_label": "number"},
     "kto": {"beta": 0.5, "undesirable_weight": 1.3},
     "policy_gradient": {"importance_ratio": True},
     "ppo": {"dual_clip": 3.0, **EXTRAS},
@@ -73,7 +75,7 @@ def batch_for_all(local: Backend) -> TrainingBatch:
     bounds = torch.rand(3, batch.num_rows, 1, generator=generator).expand(-1, -1, batch.length)
     of_rows = dict(zip(("clip_low", "clip_high", "entropy_coefficients"), 0.3 * bounds, strict=True))
     columns = {**others, **reference, **of_rows, "advantages": advantages, "returns": noise(1.0)}
-    return batch.with_tokens(**columns, pair_ids=pair_ids, labels=labels)
+    return batch.with_tokens(**columns, pair_ids=pair_ids, labels=labels, step_labels=noise(1.0))
 
 
 class LossGradients:

@@ -25,7 +25,7 @@ from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
 
-PLUGINS = ("fsdp_backend", "megatron_backend", "objectives", "distillation")
+PLUGINS = ("fsdp_backend", "megatron_backend", "objectives", "distillation", "reward_models")
 LOCAL = {"name": "models/local", "device": "cpu"}
 fsdp, megatron, soak = fsdp_layouts.on, megatron_layouts.on, pytest.mark.slow
 Pair = tuple[Backend, Backend, ParallelLayout]

@@ -117,6 +117,9 @@ class WeightsConfig(Section):
     """Run Python code that ships with a hub model."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """`score` gives the model a head with one output instead of its vocabulary, as in transformers'
+    `...ForSequenceClassification` with one label. If the folder has no such head (`score.weight`), it begins with 0."""
 
 
 class FrozenModelConfig(WeightsConfig):
@@ -161,6 +164,15 @@ class ModelConfig(WeightsConfig):
                 f"has no model with the role '{role}', which this run uses.{suggestion(role, self.frozen)} Add it:\n"
                 f"model:\n  frozen:\n    {role}:\n      path: FOLDER_OR_HUB_NAME",
             )
+        if self.head != run.loss.head:
+            yield Problem(
+                "head",
+                f"is {self.head}, and loss '{run.loss.name}' trains a model with head: {run.loss.head}. Change one of "
+                "them.",
+            )
+        elif self.head == "score" and (run.asks_for_answers or run.checkpoint.export_adapter):
+            what = "checkpoint.export_adapter" if run.checkpoint.export_adapter else "the evaluation by answers"
+            yield Problem("head", f"is score, and {what} needs a vocabulary. Remove it.")
         for role in sorted(self.frozen.keys() & {"policy", "critic"}):
             yield Problem(f"frozen.{role}", "is the role of a model that is trained. Choose another name.")
         if is_kept_model(self.path) and self.tokenizer is None:

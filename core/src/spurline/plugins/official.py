@@ -27,6 +27,9 @@ _TABLE = {
     "preference": """
         source/preference source/labels loss/dpo loss/simpo loss/cpo loss/orpo loss/kto report_panel/preference
     """,
+    "reward_models": """
+        source/scored_steps loss/bradley_terry loss/step_reward reward/model report_panel/reward_model
+    """,
     "rl": """
         source/rollouts collator/rollouts order/reward_adaptive evaluation/answers evaluation/rollouts
         minibatches/by_prompt loss/policy_gradient loss/ppo loss/gspo loss/cispo loss/sapo loss/value correction/tis

@@ -96,6 +96,7 @@ class Backend(Protocol):
 
         R counts real rows only. `temperature` is as in `Objective`. For the role `critic`, the result is the critic's
         values, and `temperature` has no effect. The model runs in evaluation mode, without gradients or random numbers.
+        Of a model with `head: score`, the result is its score at each position, which has read the token itself.
         An untrained model is loaded when it is first used. Raises ModelError for a role that the run does not have.
         """
         ...

@@ -28,6 +28,7 @@ class TokenLossInputs:
 
     logprobs: [N], differentiable, logprob of the token at each position under the model that is trained. For the role
         `critic`, the value that the critic predicts before the token: its estimate of the return from the token on.
+        With `model.head: score`, the score after the token, so that the last token's is that of the whole text.
     segment_index: int64 [N], number of each position's segment in the micro-batch, from 0.
     num_segments: number of segments in the micro-batch.
     columns: batch columns gathered at those positions, each [N]: `advantages`, `rollout_logprobs`, ...
@@ -184,6 +185,9 @@ class LossConfig(ComponentConfig):
     kind: ClassVar[str] = "loss"
     trains_on: ClassVar[TrainsOn] = "tokens"
     """The data that the loss trains on. A source refuses a loss that does not fit its batches."""
+    head: ClassVar[Literal["vocabulary", "score"]] = "vocabulary"
+    """The head of the model that the loss trains (`model.head`). With `score`, `TokenLossInputs.logprobs` are the
+    model's scores at the positions with loss."""
     is_nll: ClassVar[bool] = False
     """True if the loss of a token is its negative log-likelihood. Held-out evaluation then needs no other loss."""
     learns_from_teacher: ClassVar[bool] = False

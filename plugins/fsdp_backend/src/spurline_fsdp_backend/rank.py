@@ -35,6 +35,7 @@ from spurline_fsdp_backend.sharded_model import (
     model_tensors,
 )
 from spurline_fsdp_backend.trained_model import SavedModel, ShardedTrainedModel, save
+from spurline_models.abilities import check_generates
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.dealing import RankShare, Rows
@@ -106,6 +107,7 @@ class FsdpRank(RankWorker):
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Continue this rank's prompts with a whole copy of the model. See `Generates`."""
+        check_generates(self._run.model)
         model = self._policy.model
         with gathered(model.causal, self._config), self._profile.computing():
             return generate_greedily(model, prompts, max_new_tokens, self._stop_tokens) if prompts else []
@@ -184,7 +186,7 @@ class FsdpRank(RankWorker):
             # Copies of the model sum their gradients once per step. With `cpu_offload` the sums of the first
             # micro-batches would stay on the device.
             causal.set_requires_all_reduce(is_last or self._config.cpu_offload)
-            yield rows, stream
+            yield rows, stream.at_tokens() if model.reads_tokens else stream
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:

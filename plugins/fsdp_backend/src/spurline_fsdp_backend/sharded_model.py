@@ -33,13 +33,28 @@ from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
-from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config, num_experts
+from spurline_models.architecture import (
+    ScalarHead,
+    build_without_memory,
+    decoder_layers,
+    load_model_config,
+    num_experts,
+    output_layer,
+)
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.kernels import change_computing
 from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.streams.stream_model import RowPass, StreamModel, ValueHead, ValueModel, idle_pass, put_value_head
+from spurline_models.streams.stream_model import (
+    RowPass,
+    ScoreModel,
+    StreamModel,
+    ValueModel,
+    excited,
+    idle_pass,
+    put_value_head,
+)
 from spurline_models.streams.token_logprobs import LogitReading
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 from spurline_models.weights import without_adapters
@@ -108,6 +123,10 @@ class ShardedValueModel(ShardedStreamModel, ValueModel):
     """A `ValueModel` whose parameters are sharded."""
 
 
+class ShardedScoreModel(ShardedStreamModel, ScoreModel):
+    """A `ScoreModel` whose parameters are sharded."""
+
+
 def build_trained(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, *, critic: bool = False
 ) -> ShardedStreamModel:
@@ -130,8 +149,7 @@ def build_trained(
         shard(causal, config, meshes)
         _take_over(causal, plain)
         _draw_adapters(causal, seed, plain.device)
-    logits = (config.chunk_tokens, config.fuses_logprobs)
-    made = ShardedValueModel(causal) if critic else ShardedStreamModel(causal, *logits)
+    made = ShardedValueModel(causal) if critic else _stream_model(model, causal, config)
     if config.offload_activations:
         made.offload_activations()
     return _sharing(made, config, meshes)
@@ -149,7 +167,12 @@ def build_frozen(
     causal.requires_grad_(False).eval()
     if config.computes_in == "bf16":
         cast_parameters(causal, torch.bfloat16)
-    return _sharing(ShardedStreamModel(causal, config.chunk_tokens, config.fuses_logprobs), config, meshes)
+    return _sharing(_stream_model(model, causal, config), config, meshes)
+
+
+def _stream_model(model: ModelConfig, causal: PreTrainedModel, config: FsdpBackendConfig) -> ShardedStreamModel:
+    kind = ShardedScoreModel if model.head == "score" else ShardedStreamModel
+    return kind(causal, config.chunk_tokens, config.fuses_logprobs)
 
 
 def _sharing(model: ShardedStreamModel, config: FsdpBackendConfig, meshes: Meshes) -> ShardedStreamModel:
@@ -245,9 +268,9 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
     for layer in decoder_layers(causal):
         fully_shard(layer, reshard_after_forward=_reshards(layer, causal, config), **options)
-    head = causal.get_output_embeddings()
-    if isinstance(head, ValueHead):
-        # The value head computes in fp32, since differences of its values must be exact.
+    head = output_layer(causal)
+    if isinstance(head, ScalarHead):
+        # A head for values or scores computes in fp32, since differences of its values must be exact.
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(head, reshard_after_forward=_reshards(head, causal, config), **{**options, "mp_policy": exact})
     # Embedding, last norm and output layer are one group, since a tied weight must not belong to two groups.
@@ -325,17 +348,28 @@ def check_sharded(
             "a sequence. Set backend.context: 1."
         )
     if config.probe:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), excited(model.head):
             check_sharing(model, profile, path, half_precision=half)
-        give_back(model.causal)
+            give_back(model.causal)
 
 
-def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters. Buffers keep their dtype, since rotary frequencies in bf16 would give other angles."""
+def cast_parameters(causal: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast parameters. Buffers keep their dtype, since rotary frequencies in bf16 would give other angles.
+
+    Heads for values or scores stay in fp32, since differences of their results must be exact.
+    """
+    head = output_layer(causal)
+    exact = head.weight.detach().clone() if isinstance(head, ScalarHead) else None
     buffers = [(module, dict(module._buffers)) for module in causal.modules()]
     nn.Module.to(causal, dtype=dtype)
     for module, own in buffers:
         module._buffers.update(own)
+    if exact is not None:
+        assert isinstance(head, ScalarHead)
+        head.to(torch.float32)
+        if not exact.is_meta:
+            with torch.no_grad():
+                head.weight.copy_(exact)
 
 
 def give_back(causal: nn.Module) -> None:
@@ -376,5 +410,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether gathered weights are freed after the forward pass. The root group and a value head keep theirs."""
-    return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)
+    """Return whether gathered weights are freed after the forward pass. The root group and the head keep theirs."""
+    return config.reshard_after_forward and module is not causal and not isinstance(module, ScalarHead)

@@ -16,16 +16,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
+from spurline_models.architecture import ScalarHead
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import check_loaded, load_model, quiet_loading, read_into
-from spurline_models.streams.stream_model import ValueHead
 from spurline_models.weight_files import safetensors_files, slices_of
 
 
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
     """Give values to all parameters and buffers of a sharded model on the meta device. This is a collective.
 
-    A value head begins with zeros. Raises ModelError if the files do not fit.
+    The head of a critic, or a score head that is not in the files, begins with zeros.
+
+    Raises ModelError if the files do not fit.
     """
     files = [] if model.init == "random" else safetensors_files(model)
     if files:
@@ -37,16 +39,16 @@ def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device:
 
 
 def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], device: str) -> None:
-    own = _value_head(causal)
+    own = _scalar_head(causal)
     with quiet_loading():
         slices = slices_of(files)
         head = own and f"{own[0]}.weight"
-        if head:
+        if head and model.head == "vocabulary":
             slices.pop(head, None)
         # This keeps transformers from changing sharded parameters.
         causal._is_distributed_loading_by_transformers = True
         found, loading = read_into(causal, slices, device)
-        if own:
+        if own and head in found.missing_keys:
             own[1].to_empty(device=device)
             nn.init.zeros_(own[1].weight)
             found.missing_keys -= {head}
@@ -63,7 +65,7 @@ def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: st
         loaded = load_model(model, device_profile("cpu"), seed)
         whole = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     causal.to_empty(device=device)
-    own = _value_head(causal)
+    own = _scalar_head(causal) if model.head == "vocabulary" else None
     for name, value in (*causal.named_parameters(), *causal.named_buffers()):
         if own and name == f"{own[0]}.weight":
             nn.init.zeros_(value)
@@ -79,5 +81,5 @@ def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: st
                 value.copy_(full)
 
 
-def _value_head(causal: PreTrainedModel) -> tuple[str, ValueHead] | None:
-    return next(((name, module) for name, module in causal.named_modules() if isinstance(module, ValueHead)), None)
+def _scalar_head(causal: PreTrainedModel) -> tuple[str, ScalarHead] | None:
+    return next(((name, module) for name, module in causal.named_modules() if isinstance(module, ScalarHead)), None)

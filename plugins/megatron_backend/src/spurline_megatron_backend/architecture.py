@@ -27,6 +27,7 @@ class Architecture:
         num_experts: The number of experts in each layer. It is 0 for a dense model.
         experts_per_token: The number of experts that compute a token.
         renormalizes: Whether the weights of the chosen experts are scaled to sum to 1.
+        scores: Whether the model has a score head instead of the output layer.
         padding_token: The token whose embedding is not trained. A tied output layer still trains its row.
     """
 
@@ -46,6 +47,7 @@ class Architecture:
     experts_per_token: int = 0
     expert_ffn: int = 0
     renormalizes: bool = True
+    scores: bool = False
     padding_token: int | None = None
 
 
@@ -128,8 +130,8 @@ MODEL_TYPES = tuple(sorted(config.model_type for config in _FAMILIES))
 """The model types that can be trained."""
 
 
-def read_architecture(config: PretrainedConfig) -> Architecture:
-    """Read the architecture that this config describes.
+def read_architecture(config: PretrainedConfig, head: str = "vocabulary") -> Architecture:
+    """Read the architecture that this config describes. `head` is that of `ModelConfig`.
 
     Raises:
         ModelError: If backend megatron does not support this type of model, or the value of a field.
@@ -152,6 +154,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     return Architecture(
         **{ours: getattr(config, theirs) for theirs, ours in copied.items()},
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        scores=head == "score",
         # torch counts negative rows from the end.
         padding_token=None if padding is None else padding % config.vocab_size,
         **family,

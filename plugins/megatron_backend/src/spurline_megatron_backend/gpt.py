@@ -22,7 +22,8 @@ from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid, Place
 from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
-from spurline_models.streams.stream_model import NO_LOGITS, ValueHead
+from spurline_models.architecture import ScalarHead
+from spurline_models.streams.stream_model import NO_LOGITS
 from spurline_models.streams.token_logprobs import LogitReading
 from spurline_models.streams.token_stream import TokenStream
 
@@ -58,6 +59,7 @@ class HiddenGPT(GPTModel):
         is_last: bool,
         virtual_stage: int | None,
     ) -> None:
+        critic = critic or architecture.scores
         super().__init__(
             config,
             submodules,  # pyright: ignore[reportArgumentType]
@@ -81,7 +83,7 @@ class HiddenGPT(GPTModel):
             del self.output_layer
             with torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device()):
                 # The head computes in fp32, since differences of its values must be exact.
-                self.value_head = ValueHead(config.hidden_size)
+                self.value_head = ScalarHead(config.hidden_size)
         else:
             # The output layer gets hidden states that are gathered already.
             self.output_layer.sequence_parallel = False

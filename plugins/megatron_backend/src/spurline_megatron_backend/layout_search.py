@@ -55,7 +55,7 @@ def suggested_layouts(
     config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, usable_bytes: int
 ) -> Iterator[str]:
     """Yield lines for a plan: the costs of the run's own layout, then layouts that fit, the best first."""
-    a = read_architecture(load_model_config(run.model))
+    a = read_architecture(load_model_config(run.model), run.model.head)
     own = evaluate(config, run, a, row_length, tokens)
     fits = "fits" if own.memory.peak <= usable_bytes else f"does not fit: {_largest_part(own)}"
     yield f"this run: {_words(own)}; {fits}"

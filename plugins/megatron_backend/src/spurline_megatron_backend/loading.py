@@ -20,6 +20,7 @@ from spurline.errors import ModelError
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.parts import Part, whole_shapes
 from spurline_megatron_backend.weight_gathering import Held
+from spurline_models.architecture import SCORE
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import check_loaded, load_model
 from spurline_models.weight_files import safetensors_files, slices_of
@@ -113,6 +114,7 @@ class WeightFiles:
 
     def __init__(self, files: Sequence[Path], architecture: Architecture, *, critic: bool):
         self._stored = slices_of(files)
+        critic = critic or architecture.scores
         self._forms: dict[str, _Form] = {}
         self.missing: list[str] = []
         shapes = whole_shapes(architecture)
@@ -148,7 +150,7 @@ class WeightFiles:
                 if part.name in self._forms:
                     values[part.begin : part.end].copy_(self._read(self._forms[part.name], part.box).reshape(-1))
                 else:
-                    assert part.name == HEAD, part
+                    assert part.name in (HEAD, SCORE), part
 
     def heads_differ(self, held: Held) -> bool:
         """Return whether the files of a tied model have an output layer that differs from the embedding."""

@@ -76,7 +76,7 @@ def held_parameters(
 ) -> tuple[HeldParameters, ...]:
     """Return the parameters of the rank at this place, for each part of the model on its stage.
 
-    A critic has a value head instead of the output layer.
+    A critic has a value head instead of the output layer, and a model with `scores` a score head.
     """
     layers = grid.layers(architecture.num_layers, place.pipeline)
     last = len(layers) - 1
@@ -113,8 +113,9 @@ def _part_of_model(
     if not is_last:
         return
     yield "decoder.final_layernorm.weight", rules.whole("model.norm.weight", architecture.hidden)
-    if critic:
-        yield "value_head.weight", rules.whole("lm_head.weight", 1, architecture.hidden)
+    if critic or architecture.scores:
+        name = "score.weight" if architecture.scores else "lm_head.weight"
+        yield "value_head.weight", rules.whole(name, 1, architecture.hidden)
     elif not architecture.tied:
         yield "output_layer.weight", rules.vocabulary("lm_head.weight")
     elif not is_first:

@@ -51,7 +51,7 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
     if grid.context > 1:
         yield f"{grid.context} ranks share each sequence"
     if grid.pipeline > 1:
-        layers = read_architecture(load_model_config(run.model)).num_layers
+        layers = read_architecture(load_model_config(run.model), run.model.head).num_layers
         counts = sorted({grid.count_layers(layers, stage) for stage in range(grid.pipeline)})
         each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         turns = f", in {grid.virtual_stages} parts that take turns" if grid.virtual_stages > 1 else ""
@@ -71,7 +71,7 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
 
 def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
     """Raise ConfigError if the ranks cannot divide the model, or ModelError if the model is not supported."""
-    architecture = read_architecture(load_model_config(run.model))
+    architecture = _architecture(run, "policy")
     problems = [
         *size_problems(config, architecture),
         *(
@@ -89,7 +89,8 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
 
 def _architecture(run: RunConfig, role: Role) -> Architecture:
     with naming_frozen(run.model, role):
-        return read_architecture(load_model_config(run.model.playing(role)))
+        model = run.model.playing(role)
+        return read_architecture(load_model_config(model), model.head)
 
 
 def size_problems(config: MegatronBackendConfig, a: Architecture, *, frozen: bool = False) -> Iterator[Problem]:
@@ -164,7 +165,7 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
 
 def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
     """Estimate the memory of the fullest rank in a step of `tokens` tokens. Raises ModelError, ConfigError."""
-    return estimate_fullest(config, run, read_architecture(load_model_config(run.model)), row_length, tokens)
+    return estimate_fullest(config, run, _architecture(run, "policy"), row_length, tokens)
 
 
 def estimate_fullest(
@@ -211,7 +212,7 @@ def _of_stage(
     if config.tensor > 1:
         # Divided matrices need the gathered inputs of all tokens, and in the backward pass also the inputs' gradients.
         update["gathered activations"] = 2 * own * a.hidden * computed
-    if stage == grid.pipeline - 1:
+    if stage == grid.pipeline - 1 and not a.scores:
         # The backward pass has log-softmax and its gradient in fp32, and the logits' gradient in the computed dtype.
         columns = padded_vocabulary(a, grid) // grid.tensor
         update["logits"] = min(own, config.chunk_tokens) * columns * (8 + computed)

@@ -68,7 +68,7 @@ class MegatronRank(RankWorker):
     def build(self) -> None:
         self._place.doing("loading the model")
         config = load_model_config(self._run.model)
-        self._architecture = read_architecture(config)
+        self._architecture = read_architecture(config, self._run.model.head)
         if self._run.source.facts.replays_experts and not self._architecture.num_experts:
             raise no_routers(self._run.model.path)
         self._rotary = self._rotary_of(config)
@@ -212,7 +212,7 @@ class MegatronRank(RankWorker):
         parts = build_parts(architecture, self._config, groups, critic=critic)
         choices = router_choices(parts, groups.tensor, replay=not critic)
         held = held_parameters(architecture, groups.grid, groups.place, critic=critic)
-        model = StagedModel(parts, held, groups.grid, self._sharing, rotary, choices)
+        model = StagedModel(parts, held, groups.grid, self._sharing, rotary, choices, reads_tokens=architecture.scores)
         pairs = model.parameters()
         exact = [
             value.detach() if value.dtype == torch.float32 else torch.empty(value.shape, dtype=torch.float32)
@@ -248,7 +248,7 @@ class MegatronRank(RankWorker):
         with naming_frozen(self._run.model, role):
             if role in self._run.model.frozen:
                 config = load_model_config(settings)
-                architecture, rotary = read_architecture(config), self._rotary_of(config)
+                architecture, rotary = read_architecture(config, settings.head), self._rotary_of(config)
             model, _, found = self._model(settings, architecture, rotary)
             for _, parameter in model.parameters():
                 parameter.requires_grad_(False)

@@ -27,7 +27,7 @@ from spurline_megatron_backend.parts import HeldParameter, HeldParameters
 from spurline_megatron_backend.router_replay import RouterChoice
 from spurline_models.dealing import Rows
 from spurline_models.experts.router_replay import ExpertLoads
-from spurline_models.streams.stream_model import evaluation_mode
+from spurline_models.streams.stream_model import evaluation_mode, excited
 from spurline_models.streams.token_logprobs import LogitReading, ReadStates
 from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
@@ -62,9 +62,13 @@ class StagedModel:
         sharing: SequenceSharing,
         rotary: Rotary,
         choices: Sequence[RouterChoice] = (),
+        *,
+        reads_tokens: bool = False,
     ) -> None:
         self.parts = list(parts)
         self._choices = choices
+        self._reads_tokens = reads_tokens
+        """Whether the model has a score head, which scores a token after reading it."""
         self._grid = grid
         self._sharing = sharing
         self._rotary = rotary
@@ -142,6 +146,8 @@ class StagedModel:
         backward: bool,
         whole_gradients: bool = False,
     ) -> None:
+        if self._reads_tokens:
+            streams = [(rows, stream.at_tokens()) for rows, stream in streams]
         unit = self._grid.tensor
         longest = 0
         if self._grid.virtual_stages > 1:
@@ -211,7 +217,8 @@ class StagedModel:
         if score is not None:
             score.chunk_tokens = chunk_tokens
         try:
-            yield
+            with excited(getattr(self.parts[-1], "value_head", None)):
+                yield
         finally:
             self._sharing = own_sharing
             if score is not None:

@@ -36,6 +36,15 @@ def check_played(role: Role, model: ModelConfig) -> None:
         )
 
 
+def check_generates(model: ModelConfig) -> None:
+    """Raise ModelError for a model that has no vocabulary."""
+    if model.head == "score":
+        raise ModelError(
+            f"model.head is score: {model.path} gives scores, and cannot generate. Use the language model that it was "
+            "made from."
+        )
+
+
 @runtime_checkable
 class Generates(Protocol):
     """A backend that can generate answers to held-out prompts itself. Its facts say `generates`."""

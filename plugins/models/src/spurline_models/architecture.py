@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing, suggestion
@@ -65,6 +71,13 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)
+    if model.head == "score":
+        config.num_labels = 1
+    elif has_score(config):
+        raise ModelError(
+            f"model.path: {model.path} is a {config.architectures[0]}, which gives scores and has no vocabulary. Set "
+            "model.head: score, or choose the language model that it was made from."
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"model.path: {model.path} is quantized, and quantized weights cannot be trained. "
@@ -80,9 +93,53 @@ def build_without_memory(
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code, **options)
+            return new_model(config, model, **options)
     except LOADING_ERRORS as error:
         raise ModelError(_cannot_build(config, model, error)) from error
+
+
+SCORE = "score.weight"
+"""The name of a score head's weight in transformers and in files."""
+
+
+class ScalarHead(nn.Linear):
+    """A linear layer that maps hidden states [..., H] to a number [...]. Its values are 0 at first."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Autocast would round a matrix product to half precision. Differences of values need more digits.
+        return (hidden.to(self.weight.dtype) * self.weight).sum(-1)
+
+
+def has_score(config: PretrainedConfig) -> bool:
+    """Return whether the model of this config has a score head instead of a vocabulary."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def new_model(config: PretrainedConfig, model: ModelConfig, **options: Any) -> PreTrainedModel:
+    """Build the model with new weights and the head that `model` asks for."""
+    if model.head == "vocabulary":
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code, **options)
+    scorer: Any = AutoModelForSequenceClassification.from_config(
+        config, trust_remote_code=model.trust_remote_code, **options
+    )
+    own = getattr(scorer, "score", None)
+    if not isinstance(own, nn.Linear) or own.bias is not None:
+        raise ValueError(f"{type(scorer).__name__} has no score head over a decoder")
+    head = ScalarHead(own.in_features)
+    head.weight = own.weight
+    scorer.score = head
+    return scorer
+
+
+def output_layer(causal: PreTrainedModel) -> nn.Module | None:
+    """Return the layer after the decoder: the output embeddings or the score head."""
+    return causal.get_output_embeddings() or getattr(causal, "score", None)
 
 
 def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:

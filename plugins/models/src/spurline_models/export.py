@@ -23,6 +23,7 @@ from spurline.run.build import build_backend
 from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore
 from spurline_models.abilities import TrainsAdapters
 from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
+from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.backend_config import adapters_of
 from spurline_models.weight_files import write_weight_files
 from spurline_text.tokenizer import load_tokenizer
@@ -69,6 +70,8 @@ def check_adapter(config: RunConfig) -> None:
     whole = "Export the whole model: `spurline export RUN_DIR OUT`, without --adapter."
     if adapters_of(config) is None:
         raise UserError(f"This run has no adapter: it trains all weights, since backend.lora is not set. {whole}")
+    if config.model.head == "score":
+        raise UserError(f"The folder of an adapter has no place for the score head (model.head: score). {whole}")
     if config.model.init == "random":
         raise UserError(f"The adapter of this run belongs to random weights (model.init: random). {whole}")
 
@@ -88,11 +91,17 @@ def _write_model(
     out: Path,
 ) -> Path:
     config, dtype = _config_and_dtype(model)
+    text = config.get_text_config()
+    if model.head == "score" and text.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        # transformers needs it to find the last token of each text in a batch.
+        text.pad_token_id = tokenizer.pad_token_id
 
     def fill(folder: Path) -> None:
         write_weights(folder, dtype, _MAX_FILE_BYTES)
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if model.head == "score":
+            return
         try:
             generation_config(model, tokenizer).save_pretrained(folder)
         except ValueError:
@@ -107,6 +116,9 @@ def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype
     config = AutoConfig.from_pretrained(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, **model.config_overrides
     )
+    if model.head == "score":
+        config.num_labels = 1
+        config.architectures = [type(build_without_memory(load_model_config(model), model)).__name__]
     return config, config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError, listing
-from spurline_models.architecture import load_model_config, num_experts
+from spurline_models.architecture import load_model_config, num_experts, output_layer
 from spurline_models.configs import Fp8, Kernels
 from spurline_models.device_profile import DeviceProfile
 
@@ -96,7 +96,7 @@ def _use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
 
     config = Float8LinearConfig.from_recipe_name(_RECIPE)
-    head = causal.get_output_embeddings()
+    head = output_layer(causal)
     experts = num_experts(causal.config.get_text_config())
 
     def fits(module: nn.Module, name: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -24,7 +24,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing
-from spurline_models.architecture import LOADING_ERRORS, build_without_memory, load_model_config
+from spurline_models.architecture import LOADING_ERRORS, SCORE, build_without_memory, load_model_config, new_model
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.grouped_experts import EXPERTS_NAME
 from spurline_models.lengths import LengthLimit, length_limit
@@ -65,9 +65,7 @@ def load_model(
         with quiet_loading(), finding("model.path", model.path):
             if weights is None and model.init == "random":
                 torch.manual_seed(seed)
-                causal = AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
-                )
+                causal = new_model(config, model, dtype=torch.float32)
             else:
                 device = torch.device("cpu") if on_host else profile.device
                 causal = _with_weights(model, config, device, narrow, weights)
@@ -116,7 +114,10 @@ def _with_weights(
         # Each weight is read in the dtype of its parameter.
         _cast(causal, torch.float32, narrow)
     found, loading = read_into(causal, slices_of(files) if weights is None else weights, device)
+    begins = SCORE in found.missing_keys
     type(causal)._finalize_model_loading(causal, loading, found)
+    if begins:
+        nn.init.zeros_(causal.get_parameter(SCORE))
     check_loaded(model, found.missing_keys, found.mismatched_keys, found.unexpected_keys)
     if causal.can_generate():
         # Some models have no generation_config.json.
@@ -184,6 +185,9 @@ def check_loaded(
 
     `mismatched` has a tuple (name, shape in the files, shape in the model) for each weight of another shape.
     """
+    if model.head == "score":
+        missing_keys = [name for name in missing_keys if name != SCORE]
+        unexpected_keys = [name for name in unexpected_keys if not name.startswith("lm_head.")]
     fix = "Do config.json and the weights belong to the same model?"
     if model.config_overrides:
         fix = f"model.config_overrides changes {listing(model.config_overrides)}, which these weights do not fit."

@@ -19,7 +19,14 @@ from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.optimizer import num_values
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
-from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config, vocabulary_size
+from spurline_models.architecture import (
+    SCORE,
+    build_without_memory,
+    decoder_layers,
+    load_model_config,
+    output_layer,
+    vocabulary_size,
+)
 from spurline_models.configs import Checkpointing, LoraConfig, num_checkpointed
 from spurline_models.optimizers.groups import frozen_names
 from spurline_models.placement.narrow_weights import narrowable_modules, quantizable_modules
@@ -122,7 +129,7 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
     lora = None if lora_json is None else LoraConfig.model_validate_json(lora_json)
     config = load_model_config(model)
     causal = build_without_memory(config, model)
-    head = causal.get_output_embeddings()
+    head = output_layer(causal)
     linear = {
         name: module
         for name, module in causal.named_modules()
@@ -136,13 +143,13 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
             # peft uses these names.
             adapters[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
             adapters[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
-    frozen = set(base) if adapters else frozen_names(base, model.freeze)
+    frozen = base.keys() - {SCORE} if adapters else frozen_names(base, model.freeze)
     text = config.get_text_config()
     layers = {id(layer) for layer in decoder_layers(causal)}
     outputs = sum(module.nf if isinstance(module, Conv1D) else module.out_features for module in linear.values())
     return Shapes(
         parameters=num_values(base) + num_values(adapters),
-        trained=adapters or {name: shape for name, shape in base.items() if name not in frozen},
+        trained=adapters | {name: shape for name, shape in base.items() if name not in frozen},
         frozen={name: shape for name, shape in base.items() if name in frozen},
         narrowable=frozenset(f"{name}.weight" for name, _ in narrowable_modules(causal)) & base.keys(),
         quantizable=frozenset(f"{name}.weight" for name, _ in quantizable_modules(causal)) & base.keys(),

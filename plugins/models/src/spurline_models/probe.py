@@ -25,7 +25,7 @@ from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of, own_code
 from spurline_models.streams.segment_attention import observed_windows
-from spurline_models.streams.stream_model import StreamModel, evaluation_mode, other_attention
+from spurline_models.streams.stream_model import StreamModel, evaluation_mode, excited, other_attention
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import TokenStream, plan_segments
 
@@ -248,9 +248,14 @@ class _Probe:
         with other_attention(self._model.causal, _OWN_ATTENTION), _decoder_output(self._model) as seen:
             for sequence in self._sequences:
                 output = self._model.causal(input_ids=sequence.to(self._profile.device).unsqueeze(0), use_cache=False)
-                logits.append(output.logits[0])
                 hidden.append(seen.pop())
+                logits.append(self._logits_of(hidden[-1]) if self._model.reads_tokens else output.logits[0])
         return logits, hidden
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        """Return products of hidden states and the embedding. The single output of a score head hides differences."""
+        embedding: Any = self._model.causal.get_input_embeddings()
+        return hidden @ embedding.weight.to(hidden.dtype).T
 
     def _packed_hidden(self) -> tuple[Tensor, list[int | None]]:
         """Return hidden states [T, H] of all sequences as one stream, and the window of each attention call."""
@@ -270,6 +275,8 @@ class _Probe:
 
     def _scored(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the logprobs that training computes from hidden states."""
+        if self._model.reads_tokens:
+            return _logprobs(self._logits_of(hidden), targets)
         fused = self._model.score.fused
         return TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS, fused)(hidden, targets)[0]
 
@@ -303,6 +310,8 @@ class _Probe:
         The states are multiplied by a large number, since a softcap only changes large logits.
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
+        if self._model.reads_tokens:
+            return self._compare_score(states, sequence)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
         with own_code(causal), other_attention(causal, _OWN_ATTENTION), _decoder_output(self._model, loudness):
             own = causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
@@ -317,6 +326,18 @@ class _Probe:
             f"{largest:.2g} standard deviations of the logits (allowed {allowed:g}). Choose a model whose "
             "logits depend on hidden states alone. If you use a GPU, try backend.kernels: none."
         )
+
+    def _compare_score(self, states: Tensor, sequence: Tensor) -> str | None:
+        """Compare the model's own score of a sequence with the score of its last token that is not padding."""
+        causal = self._model.causal
+        with own_code(causal), other_attention(causal, _OWN_ATTENTION), excited(self._model.head):
+            own = causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits.flatten()
+            scores = self._model.head(states)
+        padding = causal.config.get_text_config().pad_token_id
+        last = int(torch.nonzero(sequence != padding)[-1]) if padding is not None else -1
+        if float((own - scores[last]).abs().max() / scores.std()) <= TOLERANCE:
+            return None
+        return "gives other scores by its own forward pass than by its score head. Choose another architecture."
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
         """Check that attention gets its windows as an argument. Sequences are too short to show a window's effect."""

@@ -26,10 +26,10 @@ class PreferencePanel(Panel):
             return None
         share: dict[str, Any] = {"tickformat": ".0%", "range": [-0.02, 1.02]}
         plots = [
-            _plot(record, {"preference/accuracy": "accuracy"}, "Pairs in the right order", chance=0.5, **share),
-            _plot(record, {"preference/margin": "margin"}, "Margin between the answers"),
-            _plot(record, _REWARDS, "Reward (beta x log-ratio)"),
-            _plot(record, _LIKELIHOODS, "Log-probability per token"),
+            plot_held_out(record, {"preference/accuracy": "accuracy"}, "Pairs in the right order", chance=0.5, **share),
+            plot_held_out(record, {"preference/margin": "margin"}, "Margin between the answers"),
+            plot_held_out(record, _REWARDS, "Reward (beta x log-ratio)"),
+            plot_held_out(record, _LIKELIHOODS, "Log-probability per token"),
         ]
         head = f"Margin {margins[-1]:.4g} at step {steps[-1]:,}"
         _, accuracies = record.series("preference/accuracy")
@@ -38,7 +38,9 @@ class PreferencePanel(Panel):
         return block(caption(head), columns(*(plot for plot in plots if plot)), wide=True)
 
 
-def _plot(record: RunRecord, labels: dict[str, str], y_title: str, chance: float | None = None, **y_axis: Any) -> str:
+def plot_held_out(
+    record: RunRecord, labels: dict[str, str], y_title: str, chance: float | None = None, **y_axis: Any
+) -> str:
     """Plot training pairs as lines, and held-out pairs as points with dotted lines in the same colour."""
     hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
     traces: list[Trace] = []

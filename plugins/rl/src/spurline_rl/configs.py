@@ -223,6 +223,13 @@ class PromptSourceConfig(SourceConfig):
                 "is refill, which leaves out every group of a single sample. Raise samples_per_prompt, or set "
                 "zero_variance: keep.",
             )
+        if self.zero_variance == "refill" and self.environment.model_rewards:
+            yield Problem(
+                "zero_variance",
+                "is refill, which needs all rewards before a step's batch is made, and models of the backend score "
+                f"only then ({listing(self.environment.model_rewards)}). Set zero_variance: keep, or serve the model "
+                "(url).",
+            )
         if self.draw_limit < self.prompts_per_step:
             yield Problem(
                 "max_draws_per_step",
@@ -337,7 +344,11 @@ class PromptSourceConfig(SourceConfig):
             context_tokens=self.engine.context_tokens,
             sampling=self.sampling,
             sampling_temperature=self.sampling.temperature,
-            roles=self.advantage.roles | ({"reference"} if self.kl_in_reward is not None else set()),
+            roles={
+                *self.advantage.roles,
+                *self.environment.model_rewards.values(),
+                *(() if self.kl_in_reward is None else ("reference",)),
+            },
             has_colocated_engines=self.engine.is_colocated,
             replays_experts=self.router_replay,
         )
@@ -407,6 +418,15 @@ class AnswerSettings(Section):
     retries: int = Field(default=2, ge=0)
     """How often an answer is scored again if a reward fails. If the last retry fails, the run ends with the error."""
 
+    def reward_problems(self) -> Iterable[Problem]:
+        """Yield a problem for each reward that only a source of rollouts can ask for."""
+        for term, reward in self.rewards.items():
+            if reward.scored_by is not None:
+                yield Problem(
+                    f"rewards.{term}",
+                    f"asks the model '{reward.scored_by}', which scores only rollouts. Serve it (url).",
+                )
+
 
 class GenerationEvalConfig(EvaluationPart, AnswerSettings):
     """Generate answers to held-out prompts and score them."""
@@ -421,6 +441,7 @@ class GenerationEvalConfig(EvaluationPart, AnswerSettings):
                 f"needs answers, but backend '{run.backend.name}' does not generate. Remove evaluation.generate, or "
                 "set backend.name: local.",
             )
+        yield from self.reward_problems()
 
 
 class AnswersEvaluationConfig(EvaluationConfig, AnswerSettings):
@@ -429,6 +450,10 @@ class AnswersEvaluationConfig(EvaluationConfig, AnswerSettings):
     generates = True
 
     name: str = "answers"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        yield from self.reward_problems()
 
 
 class RolloutSourceConfig(PromptSourceConfig):

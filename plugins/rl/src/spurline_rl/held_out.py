@@ -42,6 +42,10 @@ class MakesAttempts(Protocol):
         """Return the outcomes of attempts with the newest weights, in the run's environment if none is given."""
         ...
 
+    def with_model_rewards(self, groups: Sequence[Group], backend: Backend) -> Sequence[Group]:
+        """Return groups of the run's environment with the rewards that models of the backend give."""
+        ...
+
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None: ...
 
     def sample_keys(self) -> NDArray[np.uint64]: ...
@@ -95,6 +99,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         if count == 0:
             raise DataError(f"All {wanted} held-out prompts were left out as unusable. The first: {skipped[0].reason}")
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
+        groups = self.source.with_model_rewards(groups, backend)
         success, where = self.config.success, self.where
         passed = [np.array([has_passed(attempt, success, where) for attempt in group.trajectories]) for group in groups]
         metrics = {"pass@1": float(sum(found.mean() for found in passed)) / count}

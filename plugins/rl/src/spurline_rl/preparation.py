@@ -6,6 +6,7 @@ Data flow: scored groups -> rows (one per turn, or one per attempt) -> logprobs 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, SUPPORT, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.token_store import joined
-from spurline.errors import ConfigError, DataError, PluginError
+from spurline.errors import ConfigError, DataError, PluginError, RunFailedError
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
@@ -178,6 +179,47 @@ class Preparation:
         metrics = {**compared, **charged, **advantage_metrics(batch)}
         info = {**batch.info, **metrics, "time/look_back": seconds}
         return replace(batch, info=info, on_release=laid_out.on_release)
+
+    def with_model_rewards(self, groups: Sequence[Group], backend: Backend) -> list[Group]:
+        """Return the groups with the rewards that models of the backend give (`RewardConfig.scored_by`).
+
+        A model reads the prompt and the response of each attempt's last turn. Its score after the last token is the
+        reward.
+        """
+        roles = self._config.environment.model_rewards
+        if not (roles and groups):
+            return list(groups)
+        laid_out = self._lay_out(groups)
+        columns = self.turn_columns(laid_out.without_padding_rows(), groups)
+        padded = laid_out.pad_rows(self._layout.data)
+        # Rewards are also needed for response tokens without loss.
+        weights = torch.zeros_like(padded.tokens["loss_weights"])
+        weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
+        weighed = padded.with_tokens(loss_weights=weights)
+        found = {term: columns.split(backend.logprobs(weighed, role)) for term, role in roles.items()}
+        laid_out.release()
+        begins = iter(np.cumsum([0, *(len(attempt.turns) for attempt in trajectories_of(groups))]).tolist())
+
+        def rewarded(attempt: Trajectory) -> Trajectory:
+            begin = next(begins)
+            last = max(number for number, turn in enumerate(attempt.turns) if len(turn.response_ids))
+            scores = {term: float(values[begin + last][-1]) for term, values in found.items()}
+            return self._rewarded(attempt, last, scores)
+
+        return [replace(group, trajectories=tuple(map(rewarded, group.trajectories))) for group in groups]
+
+    def _rewarded(self, attempt: Trajectory, last: int, scores: Mapping[str, float]) -> Trajectory:
+        """Give an attempt these reward terms, and add them to the reward of the last token of the turn `last`."""
+        turns, total = list(attempt.turns), 0.0
+        for term, score in scores.items():
+            if not math.isfinite(score):
+                raise RunFailedError(f"The model that gives the reward '{term}' returned {score} for {attempt.uid}.")
+            # Recorded attempts already have an earlier score. Others have 0.
+            total += self._config.reward_weights.get(term, 1.0) * (score - attempt.rewards[term])
+        before = turns[last].rewards
+        assert before is not None, "scored attempts have rewards for each token"
+        turns[last] = with_fields(turns[last], rewards=np.append(before[:-1], before[-1] + np.float32(total)))
+        return with_fields(attempt, rewards={**attempt.rewards, **scores}, turns=tuple(turns))
 
     def _rows_of(self, group: Group) -> Group:
         return group.merged if self._config.turns == "merged" else group

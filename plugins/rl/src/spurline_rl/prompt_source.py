@@ -274,6 +274,10 @@ class PromptSource(BatchSource):
 
         Generating the groups took `retries` retries and `seconds` seconds.
         """
+        if self._settings.environment.model_rewards:
+            every = {group.draw: group for group in self.with_model_rewards(collected.every, backend)}
+            groups = tuple(every[group.draw] for group in collected.groups)
+            collected = replace(collected, groups=groups, every=tuple(every.values()))
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend)
         self._prompts.observe(step, collected.every)
@@ -301,6 +305,10 @@ class PromptSource(BatchSource):
         filtered = [group for group in collected.every if group.draw not in trained]
         per_epoch, flatten = self._prompts.prompts_per_epoch, lambda name: columns.flatten(tokens[name])
         self._kept.keep(KeptStep(step, collected.groups, filtered, collected.lost, per_epoch, flatten))
+
+    def with_model_rewards(self, groups: Sequence[Group], backend: Backend) -> Sequence[Group]:
+        """See `MakesAttempts`."""
+        return self._preparation.with_model_rewards(groups, backend)
 
     def flush(self) -> None:
         self._kept.flush()

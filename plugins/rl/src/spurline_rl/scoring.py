@@ -6,11 +6,13 @@ Data flow: Answer -> reward functions -> reward terms by name -> `score` -> a tr
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -19,10 +21,12 @@ from spurline.plugins.registry import Registry
 from spurline_concurrency.calls import all_or_none, in_thread, is_async, located
 from spurline_rl.configs import unknown_term
 from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.protocols.reward import Answer, Reward, RewardConfig
+from spurline_rl.protocols.reward import Answer, Reward, RewardConfig, ScoresMany
 from spurline_rl.trajectory import Trajectory, Turn, with_fields
 
 _SHOWN_CHARACTERS = 200
+_GATHERING_S = 0.01
+"""Seconds in which answers are gathered for one call of `score_many`."""
 _NUMBERS = (int, float, np.number, np.bool_)
 
 
@@ -95,12 +99,50 @@ def close_all(components: Mapping[str, Any]) -> None:
             component.close()
 
 
+class _Batch:
+    """Answers that wait to be scored together, and the call that scores them."""
+
+    def __init__(self, reward: ScoresMany) -> None:
+        self._reward = reward
+        self.answers: list[Answer] = []
+        self.scores = asyncio.ensure_future(self._score())
+
+    async def _score(self) -> Sequence[Any]:
+        # Attempts that end together reach this point one after the other.
+        await asyncio.sleep(_GATHERING_S)
+        _open_batches.pop(self._reward, None)
+        found = await _awaited(self._reward.score_many, self.answers)
+        if len(found) != len(self.answers):
+            raise AttemptFailedError(f"score_many returned {len(found)} scores for {len(self.answers)} answers.")
+        return found
+
+
+_open_batches: WeakKeyDictionary[Any, _Batch] = WeakKeyDictionary()
+"""The batch of each reward that takes further answers."""
+
+
+async def _score_together(reward: ScoresMany, answer: Answer) -> Any:
+    """Score the answer in one call of `score_many` with other answers that are finished now."""
+    batch = _open_batches.get(reward)
+    if batch is None or batch.scores.done() or batch.scores.get_loop() is not asyncio.get_running_loop():
+        batch = _open_batches[reward] = _Batch(reward)
+    place = len(batch.answers)
+    batch.answers.append(answer)
+    # An attempt that is cancelled must not cancel the call for the other attempts.
+    return (await asyncio.shield(batch.scores))[place]
+
+
+async def _awaited(function: Callable[..., Any], argument: Any) -> Any:
+    value = await function(argument) if is_async(function) else await in_thread(function, argument)
+    return await value if inspect.isawaitable(value) else value
+
+
 async def _call(name: str, reward: Reward, answer: Answer) -> float:
     try:
-        score: Any = reward.score
-        value = await score(answer) if is_async(score) else await in_thread(score, answer)
-        if inspect.isawaitable(value):
-            value = await value
+        if isinstance(reward, ScoresMany):
+            value = await _score_together(reward, answer)
+        else:
+            value = await _awaited(reward.score, answer)
     except AttemptFailedError as error:
         raise AttemptFailedError(f"Reward '{name}' on {_place(answer)}: {error}") from error
     except RunFailedError as error:

@@ -25,7 +25,7 @@ from spurline.errors import ConfigError, ModelError, listing, suggestion
 from spurline.importing import quiet_bitsandbytes
 from spurline.trackers.readout import quantity
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
-from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.architecture import ScalarHead, build_without_memory, load_model_config, output_layer
 from spurline_models.configs import LoraConfig, no_peft
 
 quiet_bitsandbytes()
@@ -49,7 +49,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         ModelError: If `target_modules` names a module that cannot carry an adapter.
     """
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    left_out = unadaptable(causal)
+    left_out, head = unadaptable(causal), output_layer(causal)
     for name, reason in left_out.items():
         if targets != "all-linear" and is_target(name, lora):
             raise ModelError(
@@ -63,7 +63,8 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         target_modules=targets,
         exclude_modules=list(left_out) or None,
         use_rslora=lora.rslora,
-        task_type="CAUSAL_LM",
+        # With the task of classification, PEFT would replace the head.
+        task_type=None if isinstance(head, ScalarHead) else "CAUSAL_LM",
     )
     dtype = torch.float32
     for parameter in causal.parameters():
@@ -86,6 +87,9 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         if parameter.requires_grad:
             # peft makes adapters in fp32 even for a float64 model.
             parameter.data = parameter.data.to(dtype)
+    if isinstance(head, ScalarHead):
+        # The head is new, so it is trained beside the adapters.
+        head.weight.requires_grad_(True)
     if causal.device.type != "meta":
         with torch.no_grad():
             for name, value in initial_adapters(causal, seed):
@@ -230,7 +234,7 @@ def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[s
 
 
 def _refuse_adapted_tied_weights(causal: PreTrainedModel) -> None:
-    ends = [causal.get_input_embeddings(), causal.get_output_embeddings()]
+    ends = [causal.get_input_embeddings(), output_layer(causal)]
     adapted = [end for end in ends if isinstance(end, BaseTunerLayer)]
     plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
     if adapted and None not in plain and plain[0].weight is plain[1].weight:

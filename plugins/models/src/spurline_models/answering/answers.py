@@ -27,6 +27,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.directory import RunDirectory
 from spurline.terminal import json_line, printable
+from spurline_models.abilities import check_generates
 from spurline_models.architecture import load_model_config
 from spurline_models.device_profile import device_profile
 from spurline_models.export import exported_weights, generation_config
@@ -121,6 +122,7 @@ def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Targe
 
 def open_model(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | None = None) -> Target:
     """Open a model with `weights`, or with those of its files if `weights` is None. Raises ModelError."""
+    check_generates(model)
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
     progress("loading weights")

@@ -24,7 +24,7 @@ from spurline.errors import ConfigError, NonFiniteLossError, RunFailedError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
-from spurline_models.abilities import GenerationModel, check_played, check_trained
+from spurline_models.abilities import GenerationModel, check_generates, check_played, check_trained
 from spurline_models.accumulate import StepSums, accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size
@@ -43,7 +43,7 @@ from spurline_models.optimizers.optimization import critic_optimization, policy_
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head
+from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head, stream_model
 from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream
 from spurline_models.weight_files import WeightStream, write_weight_files
 from spurline_models.weights import NamedWeights
@@ -65,7 +65,7 @@ class LocalBackend:
         self._placement = WeightPlacement(config, run, self._profile)
         causal, masters = self._placement.load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
-        self._model = StreamModel(causal, config.chunk_tokens, config.fuses_logprobs)
+        self._model = stream_model(run.model, causal, config.chunk_tokens, config.fuses_logprobs)
         self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._frozen: dict[Role, StreamModel] = {}
         if config.probe:
@@ -150,11 +150,13 @@ class LocalBackend:
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._memory.check_here("asked for continuations")
+        check_generates(self._run.model)
         with self._profile.computing():
             return generate_greedily(self._model, prompts, max_new_tokens, self._stop_tokens)
 
     def generation_model(self) -> GenerationModel:
         self._memory.check_here("lent")
+        check_generates(self._run.model)
         insists = self._run.model.allow_extrapolation
         return generation_model(self._model, self._profile, self._length_limit, allow_extrapolation=insists)
 
@@ -247,7 +249,8 @@ class LocalBackend:
         self, batch: TrainingBatch, needs: Collection[str], model: StreamModel | None = None
     ) -> Iterator[tuple[Rows, TokenStream]]:
         """Yield the streams of a batch for this model, which is the policy by default."""
-        causal = (model or self._model).causal
+        model = model or self._model
+        causal = model.causal
         columns = [name for name in needs if name != ENTROPY]
         check_columns(batch, columns)
         check_tokens(batch, vocabulary_size(causal))
@@ -258,7 +261,7 @@ class LocalBackend:
             if stream is not None:
                 if limit is not None:
                     limit.check(stream.plan.max_length)
-                yield rows, stream
+                yield rows, stream.at_tokens() if model.reads_tokens else stream
 
     @cached_property
     def _stop_tokens(self) -> list[int]:

@@ -29,7 +29,7 @@ from spurline_models.placement.master_parameters import MasterParameters
 from spurline_models.placement.narrow_weights import base_dtype, narrow_weights, quantize_weights, round_weights
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.probe import check_exactness, choose_reading
-from spurline_models.streams.stream_model import StreamModel
+from spurline_models.streams.stream_model import StreamModel, stream_model
 from spurline_models.weights import PinnedWeights, weights_digest
 
 Masters = dict[str, Tensor]
@@ -215,7 +215,8 @@ class WeightPlacement:
             change = partial(self._make_frozen, model=model, narrow=narrow)
             causal = load_model(model, profile, self._run.seed, change, narrow=torch.bfloat16 if narrow else None)
             policy.pinned.check(role, weights_digest(causal, profile.weight_dtype), self._run.model)
-            frozen = StreamModel(causal.requires_grad_(False).eval(), config.chunk_tokens, config.fuses_logprobs)
+            causal.requires_grad_(False).eval()
+            frozen = stream_model(model, causal, config.chunk_tokens, config.fuses_logprobs)
             if role not in self._run.model.frozen:
                 frozen.read_as(policy.model.reading)
             elif config.probe:

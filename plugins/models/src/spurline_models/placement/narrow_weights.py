@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline_models.architecture import load_model_config
+from spurline_models.architecture import SCORE, load_model_config
 from spurline_models.configs import LoraConfig
 from spurline_models.placement.quantized_weights import QuantizedLinear, WidenedLinear
 from spurline_models.weight_files import stored_dtype
@@ -39,8 +39,10 @@ _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round the values of every parameter to this dtype, one at a time. Parameters keep their own dtype."""
-    for parameter in causal.parameters():
+    """Round values to this dtype, one parameter at a time. Dtypes stay, and score heads keep their values."""
+    for name, parameter in causal.named_parameters():
+        if name == SCORE:
+            continue
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 

@@ -18,12 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from spurline.config.run_config import ModelConfig
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
-from spurline_models.architecture import decoder_layers, find_decoder
+from spurline_models.architecture import ScalarHead, decoder_layers, find_decoder, output_layer
 from spurline_models.configs import num_checkpointed
 from spurline_models.device_profile import DeviceProfile, attention_library
 from spurline_models.experts.router_balance import StreamBalance
@@ -54,12 +56,15 @@ _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 class StreamModel:
     """A causal model with segment attention. `TokenLogprobs` describes `chunk_tokens` and `fused`."""
 
+    reads_tokens = False
+    """True if the result for a token is a score, which depends on the token itself, and not a logprob or value."""
+
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096, fused: bool = False):
         self.causal = causal
         self.reading: Reading = "stream"
         """How the decoder reads a stream. The probe sets it."""
         causal.set_attn_implementation(ATTENTION_NAME)
-        head = causal.get_output_embeddings()
+        head = output_layer(causal)
         if head is None:
             raise ModelError(f"{type(causal).__name__} has no output embeddings. Choose a causal language model.")
         self.decoder = find_decoder(causal)
@@ -272,24 +277,41 @@ class ValueModel(StreamModel):
         return TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns)
 
 
-class ValueHead(nn.Linear):
-    """A linear layer that maps hidden states [N, H] to values [N]. The values are 0 at first."""
+class ScoreModel(ValueModel):
+    """A decoder with a score head. In its loss inputs, `logprobs` has the score after each token."""
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1, bias=False)
+    reads_tokens = True
 
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        # Autocast would round a matrix product to half precision. Differences of values need more digits.
-        return (hidden.to(self.weight.dtype) * self.weight).sum(-1)
+@contextmanager
+def excited(head: nn.Module | None) -> Iterator[None]:
+    """Give a scalar head other weights in the context. A head of zeros would hide every difference from a probe."""
+    if not isinstance(head, ScalarHead):
+        yield
+        return
+    values = head.weight.detach()
+    # Ranks hold shards.
+    values = values.to_local() if isinstance(values, DTensor) else values
+    before = values.clone()
+    values.copy_(torch.arange(values.numel(), device=values.device).add_(1).float().sin_().view_as(values))
+    try:
+        yield
+    finally:
+        values.copy_(before)
+
+
+def stream_model(
+    model: ModelConfig, causal: PreTrainedModel, chunk_tokens: int = 4096, fused: bool = False
+) -> StreamModel:
+    """Return the stream model of a policy or an untrained model, for the head that it has."""
+    kind = ScoreModel if model.head == "score" else StreamModel
+    return kind(causal, chunk_tokens, fused)
 
 
 def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     """Replace the output layer by a value head. By default it has the model's dtype."""
     with torch.device(causal.device):
-        head = ValueHead(causal.config.get_text_config().hidden_size)
+        head = ScalarHead(causal.config.get_text_config().hidden_size)
     causal.set_output_embeddings(head.to(dtype or causal.dtype))
 
 

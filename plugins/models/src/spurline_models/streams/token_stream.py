@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -119,6 +119,10 @@ class TokenStream:
     support: Tensor | None = None
     num_fill: int = 0
     is_idle: bool = False
+
+    def at_tokens(self) -> TokenStream:
+        """Return the stream with the hidden states of the loss tokens themselves, instead of those before them."""
+        return replace(self, source=self.source + 1, host_source=self.host_source + 1)
 
     @classmethod
     def idle(cls, columns: Collection[str], profile: DeviceProfile) -> TokenStream:

@@ -26,6 +26,11 @@ class EnvironmentConfig(ComponentConfig):
         return None
 
     @property
+    def model_rewards(self) -> Mapping[str, str]:
+        """Return {reward term: role} of the rewards that models of the backend give (`RewardConfig.scored_by`)."""
+        return {}
+
+    @property
     def most_turns(self) -> int:
         """Return the largest number of responses of one attempt."""
         return 1

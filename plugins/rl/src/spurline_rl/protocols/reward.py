@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, cast
+from typing import Annotated, Any, ClassVar, Protocol, cast, runtime_checkable
 
 from pydantic import BeforeValidator, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -31,6 +31,14 @@ class RewardConfig(ComponentConfig):
     kind: ClassVar[str] = "reward"
     needs_reference: ClassVar[bool] = False
     """If true, a row without a reference raises an error before training."""
+
+    @property
+    def scored_by(self) -> str | None:
+        """Return the role of the backend's model that gives this reward, or None if the component itself scores.
+
+        The backend scores the attempts of a step when their batch is made. Until then, the component returns 0.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,15 @@ class Reward(Protocol):
         A plain method is called on several threads at the same time. An `async def` is awaited on the event loop of the
         rollouts, and must not block it.
         """
+        ...
+
+
+@runtime_checkable
+class ScoresMany(Protocol):
+    """A reward that also scores several answers together, which is faster for models and servers."""
+
+    def score_many(self, answers: Sequence[Answer]) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """Return a score for each answer. It is called like `score`, with the answers that are finished by then."""
         ...
 
 

@@ -1,0 +1,114 @@
+"""Settings of reward models: their losses, the source of scored steps, and the reward. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.protocols.loss import LossConfig, TrainsOn
+from spurline.protocols.source import SourceConfig, SourceFacts
+from spurline_rl.protocols.reward import RewardConfig
+
+Head = Literal["vocabulary", "score"]
+
+
+class BradleyTerryConfig(LossConfig):
+    """The loss of reward models on pairs of answers (Bradley and Terry 1952); for `source: preference`."""
+
+    trains_on: ClassVar[TrainsOn] = "pairs"
+    head: ClassVar[Head] = "score"
+
+    name: str = "bradley_terry"
+    margin: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Reward by which the chosen answer should exceed the rejected one (Llama 2, arXiv:2307.09288)."""
+    centering: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Coefficient of the squared sum of both rewards, which keeps rewards near 0 (Eisenstein et al. 2023,
+    arXiv:2312.09244). 0.01 is usual."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if run.loss is self and run.source.facts.supplies != "pairs":
+            yield Problem(
+                "name", f"is {self.name}, but the source '{run.source.name}' has no pairs. Set source: preference."
+            )
+
+
+class StepRewardConfig(LossConfig):
+    """The loss of process reward models on labelled steps; for `source: scored_steps`."""
+
+    trains_on: ClassVar[TrainsOn] = "labels"
+    head: ClassVar[Head] = "score"
+
+    name: str = "step_reward"
+    kind_of_label: Literal["probability", "number"] = "probability"
+    """`probability` reads labels from 0 to 1, and trains their log-odds by cross entropy. `number` reads any number,
+    and trains the score itself by squared error."""
+
+
+class ScoredStepsConfig(SourceConfig):
+    """Prompts with an answer in steps and a label for each step: the columns `prompt`, `completions` and `labels`."""
+
+    run_defaults: ClassVar[dict[str, str]] = {"loss": "step_reward"}
+
+    name: str = "scored_steps"
+    separator: str = "\n"
+    """Text that ends each step. The score of a step is that of its last token."""
+    scored: Literal["all", "last"] = "all"
+    """`all` trains on every step (a process reward). `last` trains on the whole answer (an outcome reward)."""
+
+    @property
+    def facts(self) -> SourceFacts:
+        return replace(super().facts, supplies="labels", columns=("step_labels",))
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if run.loss.trains_on != "labels":
+            yield Problem(
+                "name", f"is {self.name}, whose labels loss '{run.loss.name}' does not read. Set step_reward."
+            )
+        if run.data.too_long == "split":
+            yield Problem("name", f"is {self.name}, and data.too_long: split would cut answers. Set truncate or drop.")
+
+
+class ModelRewardConfig(RewardConfig):
+    """The score of a reward model for prompt and response: a frozen model of the backend, or a served model."""
+
+    name: str = "model"
+    role: str | None = None
+    """Role of the model in `model.frozen`, which needs `head: score`. It reads the tokens of an attempt's last turn."""
+    url: str | None = None
+    """Address of a server with vLLM's interface, such as `http://localhost:8000`. Give this or `role`."""
+    model: str | None = None
+    """Name under which the server knows the model."""
+    endpoint: Literal["pooling", "classify"] = "pooling"
+    """The server's path. `pooling` asks for the score itself, `classify` for its probability."""
+    suffix: str = ""
+    """Text after each response, such as the end of a turn (`<|im_end|>`), if the reward model was trained with it."""
+    batch_size: Annotated[int, OnResume.FREE] = Field(default=64, gt=0)
+    """Largest number of texts in one request."""
+    timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
+    """Seconds that a request may take."""
+    retries: Annotated[int, OnResume.FREE] = Field(default=3, ge=0)
+    """Number of times that a failed request is repeated. The pause before it doubles each time, from one second."""
+
+    @property
+    def scored_by(self) -> str | None:
+        return self.role
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if (self.role is None) == (self.url is None):
+            yield Problem("role", "and url: give exactly one of them.")
+        elif self.url is not None and self.model is None:
+            yield Problem("model", "is needed with a url: the name under which the server knows the model.")
+        frozen = run.model.frozen.get(self.role or "")
+        if frozen is not None and frozen.head != "score":
+            yield Problem(
+                "role",
+                f"is {self.role}, and model.frozen.{self.role} has no score head. Set model.frozen.{self.role}.head: "
+                "score.",
+            )

@@ -1,0 +1,93 @@
+"""Rewards by a served model: batches, failures, and answers that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from spurline.errors import RunFailedError
+from spurline_reward_models.configs import ModelRewardConfig
+from spurline_reward_models.reward import ModelReward
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.protocols.reward import Answer
+from spurline_rl.scoring import terms_of_all
+
+
+class Server(ThreadingHTTPServer):
+    """Scores a text by its length. Fails as often as `failures` says, with `status`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[Any] = []
+        self.failures, self.status, self.missing = 0, 503, 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, content))
+        if self.server.failures:
+            self.server.failures -= 1
+            self.send_error(self.server.status)
+            return
+        data = [{"index": number, "data": [float(len(text))]} for number, text in enumerate(content["input"])]
+        body = json.dumps({"data": data[: len(data) - self.server.missing][::-1]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def reward_of(server: Server, **settings: Any) -> ModelReward:
+    url = f"http://127.0.0.1:{server.server_address[1]}/"
+    return ModelReward(ModelRewardConfig(url=url, model="judge", **{"retries": 1, "suffix": "!", **settings}))
+
+
+def answers(*responses: str) -> list[Answer]:
+    return [Answer("2+2=", response, None, {}) for response in responses]
+
+
+def test_answers_that_end_together_are_scored_in_one_request_in_their_order(server: Server) -> None:
+    found = asyncio.run(terms_of_all({"judge": reward_of(server)}, answers("4", "four", "")))
+    assert found == [{"judge": 6.0}, {"judge": 9.0}, {"judge": 5.0}]
+    [(path, content)] = server.requests
+    assert path == "/pooling"
+    assert content["input"] == ["2+2=4!", "2+2=four!", "2+2=!"]
+    assert reward_of(server, batch_size=2).score_many(answers("a", "b", "c")) == [6.0] * 3
+    assert [len(request["input"]) for _, request in server.requests[1:]] == [2, 1]
+
+
+def test_a_failed_request_is_repeated_and_a_wrong_answer_scores_nothing(server: Server) -> None:
+    server.failures = 1
+    assert reward_of(server).score_many(answers("4")) == [6.0]
+    server.failures = 2
+    with pytest.raises(AttemptFailedError, match="gave no scores in 2 requests"):
+        reward_of(server).score_many(answers("4"))
+    server.missing = 1
+    with pytest.raises(AttemptFailedError, match="1 answers for 2 texts"):
+        asyncio.run(terms_of_all({"judge": reward_of(server, retries=0)}, answers("4", "5")))
+    server.failures, server.status = 1, 404
+    with pytest.raises(RunFailedError, match="refused to score"):
+        reward_of(server).score_many(answers("4"))
