@@ -126,6 +126,11 @@ def test_a_batch_of_labelled_answers_has_answers_to_other_prompts_that_are_not_t
     assert counts[0] == counts[1] > 0
 
 
+def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the metrics that do not depend on the clock."""
+    return [{name: line[name] for name in line if name != "collation/hidden"} for line in deterministic(lines)]
+
+
 @pytest.mark.parametrize("kind", ["preference", "labels"])
 def test_stored_logprobs_of_the_reference_train_as_computed_ones_and_are_read_again(
     request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -135,8 +140,8 @@ def test_stored_logprobs_of_the_reference_train_as_computed_ones_and_are_read_ag
     stored = {**config, "source": {"name": kind, "reference": "precompute"}}
     computed = train(config, name="computed")
     first = train(stored, name="stored")
-    for line, wanted in zip(deterministic(first.lines), deterministic(computed.lines), strict=True):
-        assert line == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert numbers(first.lines) == numbers(computed.lines)
+    assert_same_weights(first.run_dir, computed.run_dir)
     # Training and held-out answers each have a file.
     folder = tmp_path / "cache" / "reference_logprobs"
     files = sorted(folder.iterdir())
@@ -151,12 +156,12 @@ def test_stored_logprobs_of_the_reference_train_as_computed_ones_and_are_read_ag
 
     monkeypatch.setattr(LocalBackend, "logprobs", counting)
     again = train(stored, name="again")
-    assert deterministic(again.lines) == deterministic(first.lines)
+    assert numbers(again.lines) == numbers(first.lines)
     assert_same_weights(again.run_dir, first.run_dir)
     # KTO scores mismatched answers with the policy, in each step and in each batch of the evaluation.
     assert set(asked) == ({"policy"} if kind == "labels" else set())
     assert sorted(folder.iterdir()) == files
-    train(stored, name="other", backend={**config["backend"], "precision": "fp64"}, steps=1)
+    train(stored, name="other", backend={**config["backend"], "precision": "bf16"}, steps=1)
     assert len([*folder.iterdir()]) == 4, "another precision has other values"
 
 
