@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from run_helpers import (
     write_pairs,
     write_rows,
 )
+from safetensors.torch import load_file, save_file
 
 from spurline import load_config
 from spurline.errors import CheckpointError, ConfigError, DataError
@@ -208,6 +210,23 @@ def test_a_row_of_which_one_answer_is_unusable_is_left_out_and_counted(
     run = train(preference_config, data=data, evaluation={}, steps=1)
     facts = json.loads((run.run_dir / "summary.json").read_text())["data"]["train"]
     assert (facts["pairs"], facts["dropped"]) == (1, {"too_long": 1, "other_answer_left_out": 1})
+
+
+def test_a_resume_with_other_stored_values_of_the_reference_is_refused(
+    preference_config: Config, tmp_path: Path
+) -> None:
+    config = {**preference_config, "evaluation": {}, "source": {"name": "preference", "reference": "precompute"}}
+    config["model"] = {"path": str(shutil.copytree(config["model"]["path"], tmp_path / "model"))}
+    run = train(config, steps=2)
+    # Without a token cache, the values are in the run directory.
+    assert len([*(run.run_dir / "reference_logprobs").iterdir()]) == 1
+    weights = tmp_path / "model" / "model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    other = train(config, name="other", steps=1)
+    (stored,) = (other.run_dir / "reference_logprobs").iterdir()
+    shutil.copy(stored, run.run_dir / "reference_logprobs")
+    with pytest.raises(CheckpointError, match="the reference model, the tokens, or settings of the backend differ"):
+        train(config, steps=4)
 
 
 def test_pairs_given_to_the_sft_source_are_recognised(preference_config: Config) -> None:
