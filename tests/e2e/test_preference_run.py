@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from run_helpers import Config, assert_pieces_equal_the_whole, train, write_pairs, write_rows
+from run_helpers import (
+    Config,
+    assert_pieces_equal_the_whole,
+    assert_same_weights,
+    deterministic,
+    train,
+    write_pairs,
+    write_rows,
+)
+from safetensors.torch import load_file, save_file
 
 from spurline import load_config
 from spurline.errors import CheckpointError, ConfigError, DataError
+from spurline.run.build import build_data
+from spurline.testing.samples import check_batch
 from spurline.trackers.jsonl import read_json_lines
+from spurline_models.local.backend import LocalBackend
 from spurline_planning.plan import make_plan
 
 
@@ -51,8 +67,104 @@ def test_training_tells_chosen_from_rejected_answers_it_has_not_seen(preference_
     assert sorted(sample["reference"]) == list(sample["reference"])
 
 
-def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(preference_config: Config, tmp_path: Path) -> None:
-    assert_pieces_equal_the_whole(preference_config, tmp_path, [3])
+@pytest.fixture
+def labels_config(preference_config: Config, tmp_path: Path) -> Config:
+    """Pairs, and rows with a label of which one in three is bad, as one set of labelled answers."""
+    rows = [{"prompt": f"{number}:", "completion": str(number % 7), "label": number % 3 > 0} for number in range(20)]
+    data = {**preference_config["data"], "train": [preference_config["data"]["train"]]}
+    data["train"].append(str(write_rows(tmp_path / "labelled.jsonl", rows)))
+    return {**preference_config, "source": "labels", "data": data}
+
+
+@pytest.mark.parametrize(
+    ("source", "loss"),
+    [
+        ({"name": "preference"}, "dpo"),
+        ({"name": "preference"}, "orpo"),
+        ({"name": "labels", "reference": "precompute"}, "kto"),
+    ],
+    ids=["dpo", "orpo", "kto"],
+)
+def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(
+    request: pytest.FixtureRequest, tmp_path: Path, source: Config, loss: str
+) -> None:
+    config = request.getfixturevalue(f"{source['name']}_config")
+    assert_pieces_equal_the_whole({**config, "source": source, "loss": loss}, tmp_path, [3])
+
+
+def test_good_answers_become_likelier_than_the_reference_point_and_bad_ones_less_likely(labels_config: Config) -> None:
+    run = train(labels_config, optimizer={"learning_rate": 3e-3}, steps=12)
+    facts = json.loads((run.run_dir / "summary.json").read_text())["data"]["train"]
+    assert (facts["samples"], facts["good"], facts["bad"]) == (80, 43, 37)
+    assert "43 good and 37 bad answers" in facts["notes"]
+    first, *_, last = run.lines
+    # Before the first update the model is its own reference, and every loss is 1 - sigma(0).
+    assert (first["loss"], first["preference/kl"]) == pytest.approx((0.5, 0.0), abs=1e-3)
+    assert last["preference/chosen_reward"] > last["preference/rejected_reward"]
+    assert last["eval/preference/accuracy"] > 0.6
+    # Mismatched answers are scored, but not trained.
+    assert last["loss_tokens"] < last["tokens"]
+
+
+def test_a_batch_of_labelled_answers_has_answers_to_other_prompts_that_are_not_trained(labels_config: Config) -> None:
+    with ExitStack() as stack:
+        source: Any = build_data(load_config(labels_config), stack).source
+        batch = source.build(1)
+        samples = source._samples
+        starts = samples.lay_out(np.arange(80), training=True)[1]
+    check_batch(batch)
+    # Every answer has a place of its own, and so has every mismatched answer.
+    assert len({*starts.tolist()}) == len(starts) == 160
+    assert int(starts.max()) < samples.num_places
+    labels, ids = batch.tokens["labels"], batch.tokens["segment_ids"]
+    counts = [0, 0]
+    for row in range(batch.num_rows):
+        for segment, number in enumerate(batch.segments["sample"][row].tolist(), start=1):
+            here = ids[row] == segment
+            (label,) = labels[row][here].unique().tolist()
+            assert (label == 0) == (number == 1)
+            assert float(batch.tokens["loss_weights"][row][here].sum()) == pytest.approx(1)
+            counts[number] += 1
+    assert counts[0] == counts[1] > 0
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the metrics that do not depend on the clock."""
+    return [{name: line[name] for name in line if name != "collation/hidden"} for line in deterministic(lines)]
+
+
+@pytest.mark.parametrize("kind", ["preference", "labels"])
+def test_stored_logprobs_of_the_reference_train_as_computed_ones_and_are_read_again(
+    request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = request.getfixturevalue(f"{kind}_config") | {"plugins": ["collation_fast"], "steps": 3}
+    config["tokenization"] = {"cache_dir": str(tmp_path / "cache")}
+    stored = {**config, "source": {"name": kind, "reference": "precompute"}}
+    computed = train(config, name="computed")
+    first = train(stored, name="stored")
+    assert numbers(first.lines) == numbers(computed.lines)
+    assert_same_weights(first.run_dir, computed.run_dir)
+    # Training and held-out answers each have a file.
+    folder = tmp_path / "cache" / "reference_logprobs"
+    files = sorted(folder.iterdir())
+    assert len(files) == 2
+
+    asked: list[str] = []
+    logprobs = LocalBackend.logprobs
+
+    def counting(self: LocalBackend, batch: Any, role: Any = "policy", **settings: Any) -> Any:
+        asked.append(role)
+        return logprobs(self, batch, role, **settings)
+
+    monkeypatch.setattr(LocalBackend, "logprobs", counting)
+    again = train(stored, name="again")
+    assert numbers(again.lines) == numbers(first.lines)
+    assert_same_weights(again.run_dir, first.run_dir)
+    # KTO scores mismatched answers with the policy, in each step and in each batch of the evaluation.
+    assert set(asked) == ({"policy"} if kind == "labels" else set())
+    assert sorted(folder.iterdir()) == files
+    train(stored, name="other", backend={**config["backend"], "precision": "bf16"}, steps=1)
+    assert len([*folder.iterdir()]) == 4, "another precision has other values"
 
 
 def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_learn(preference_config: Config) -> None:
@@ -98,6 +210,23 @@ def test_a_row_of_which_one_answer_is_unusable_is_left_out_and_counted(
     run = train(preference_config, data=data, evaluation={}, steps=1)
     facts = json.loads((run.run_dir / "summary.json").read_text())["data"]["train"]
     assert (facts["pairs"], facts["dropped"]) == (1, {"too_long": 1, "other_answer_left_out": 1})
+
+
+def test_a_resume_with_other_stored_values_of_the_reference_is_refused(
+    preference_config: Config, tmp_path: Path
+) -> None:
+    config = {**preference_config, "evaluation": {}, "source": {"name": "preference", "reference": "precompute"}}
+    config["model"] = {"path": str(shutil.copytree(config["model"]["path"], tmp_path / "model"))}
+    run = train(config, steps=2)
+    # Without a token cache, the values are in the run directory.
+    assert len([*(run.run_dir / "reference_logprobs").iterdir()]) == 1
+    weights = tmp_path / "model" / "model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    other = train(config, name="other", steps=1)
+    (stored,) = (other.run_dir / "reference_logprobs").iterdir()
+    shutil.copy(stored, run.run_dir / "reference_logprobs")
+    with pytest.raises(CheckpointError, match="the reference model, the tokens, or settings of the backend differ"):
+        train(config, steps=4)
 
 
 def test_pairs_given_to_the_sft_source_are_recognised(preference_config: Config) -> None:

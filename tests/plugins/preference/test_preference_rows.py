@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from spurline.config.run_config import DataConfig
 from spurline.data.token_store import Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_preference.rows import SIDES, side_of
+from spurline_preference.rows import SIDES, Side, has_labels, read_label, side_of
 from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline_text.datasets.hf_dataset import HfDataset
 from spurline_text.tokenization import SequentialTokenization
@@ -41,13 +42,20 @@ def tokenizer(spurline_tiny_model: Path) -> Any:
     return load_tokenizer(ModelConfig(path=str(spurline_tiny_model)))
 
 
-def tokenize(rows: list[dict[str, Any]], tokenizer: Any, folder: Path, **settings: Any) -> Tokenized:
+def opened(rows: list[dict[str, Any]], folder: Path, **settings: Any) -> DatasetToTokenize:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = HfDatasetConfig(path=str(path), **settings)
-    data = DataConfig(train=(config,), max_length=256)
-    sides = [side_of(DatasetToTokenize(HfDataset(config), config), side) for side in SIDES]
-    return SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tokenizer, data=data).tokenize(sides)
+    return DatasetToTokenize(HfDataset(config), config)
+
+
+def tokenize(
+    rows: list[dict[str, Any]], tokenizer: Any, folder: Path, sides: tuple[Side, ...] = SIDES, **settings: Any
+) -> Tokenized:
+    source = opened(rows, folder, **settings)
+    data = DataConfig(train=(source.config,), max_length=256)
+    found = [side_of(source, side) for side in sides]
+    return SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tokenizer, data=data).tokenize(found)
 
 
 def texts(tokenized: Tokenized, tokenizer: Any) -> list[tuple[str, str]]:
@@ -100,6 +108,87 @@ def test_columns_may_have_other_names_in_the_file(tokenizer: Any, tmp_path: Path
     columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
     found = texts(tokenize([row], tokenizer, tmp_path, columns=columns), tokenizer)
     assert [text.removesuffix(tokenizer.eos_token) for text, _ in found] == ["ab", "ac"]
+
+
+# The columns of Axolotl's `chatml.*` and `llama3.*`, and the settings that read them.
+AXOLOTL: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "intel": ({"system": "Sort.", "question": "2 1", "chosen": "1 2", "rejected": "2 1"}, {"instruction": "question"}),
+    "icr": ({"system": "Sort.", "input": "2 1", "chosen": "1 2", "rejected": "2 1"}, {"instruction": "input"}),
+    "pairs": ({"system": "Sort.", "prompt": "2 1", "chosen": "1 2", "rejected": "2 1"}, {"instruction": "prompt"}),
+    "argilla": (
+        {"system": "Sort.", "instruction": "2 1", "chosen_response": "1 2", "rejected_response": "2 1"},
+        {"chosen": "chosen_response", "rejected": "rejected_response"},
+    ),
+    "ultra": ({"system": "Sort.", "prompt": "2 1", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+    "argilla_chat": ({"system": "Sort.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+    "chat_template": ({"messages": [SYSTEM, USER], "chosen": GOOD, "rejected": BAD}, {}),
+}
+
+
+@pytest.mark.parametrize("name", AXOLOTL)
+def test_rows_for_axolotl_are_read_with_a_mapping_of_columns(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    plain = {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]}
+    row, columns = AXOLOTL[name]
+    expected = texts(tokenize([plain], tokenizer, tmp_path), tokenizer)
+    assert texts(tokenize([row], tokenizer, tmp_path, columns=columns), tokenizer) == expected
+
+
+def test_whole_texts_part_where_they_first_differ_if_no_other_column_may_be_the_prompt(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    row = {"chosen": "The sky is blue.", "rejected": "The sky is green.", "score": 3}
+    found = texts(tokenize([row], tokenizer, tmp_path), tokenizer)
+    assert [trained.removesuffix(tokenizer.eos_token) for _, trained in found] == [" blue.", " green."]
+    with pytest.raises(DataError, match="prompt is missing"):
+        tokenize([{**row, "question": "What colour is the sky?"}], tokenizer, tmp_path)
+
+
+SINGLE: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "messages": ({"prompt": [USER], "completion": [GOOD]}, {}),
+    "a single message": ({"prompt": [USER], "completion": GOOD}, {}),
+    "turns as text": ({"instruction": "2 1", "completion": "1 2"}, {}),
+    "Axolotl's intel": ({"question": "2 1", "completion": "1 2"}, {"instruction": "question"}),
+    "Axolotl's prompt_pairs": ({"prompt": "2 1", "completion": "1 2"}, {"instruction": "prompt"}),
+    "a whole conversation": ({"completion": [USER, GOOD]}, {}),
+    "and the prompt is given as text too": ({"prompt": "2 1", "completion": [USER, GOOD]}, {}),
+}
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_every_form_of_a_single_answer_gives_the_same_sample(form: str, tokenizer: Any, tmp_path: Path) -> None:
+    row, columns = SINGLE[form]
+    row = {**row, "label": True}
+    found = texts(tokenize([row], tokenizer, tmp_path, sides=("completion",), columns=columns), tokenizer)
+    expected = texts(tokenize([MESSAGE_FORMS["prompt and answers are messages"]], tokenizer, tmp_path), tokenizer)
+    assert found == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(True, 1), (False, -1), (1, 1), (0, -1), ("True", 1), ("false", -1), ("0", -1)]
+)
+def test_labels_are_true_or_false_as_values_and_as_text(value: Any, expected: int, tmp_path: Path) -> None:
+    assert read_label(opened([{"prompt": "a", "completion": "b", "label": value}], tmp_path), 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "good"}, r"jsonl:1: label is text \('good'\), expected true"),
+        ({"prompt": "a", "completion": "b", "label": None}, "label is null"),
+        ({"prompt": "a", "completion": "b", "lable": True}, "label is missing. Did you mean 'lable'"),
+    ],
+)
+def test_a_row_without_a_label_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = opened([row], tmp_path)
+    read = partial(read_label, source, 0) if "label" in row else partial(has_labels, source)
+    with pytest.raises(DataError, match=message):
+        read()
+
+
+def test_a_row_with_a_malformed_label_may_be_skipped(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in ("good", True)]
+    found = tokenize(rows, tokenizer, tmp_path, sides=("completion",), on_bad_row="skip")
+    assert (len(found.store), found.dropped) == (1, {"malformed_row": 1})
 
 
 ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [

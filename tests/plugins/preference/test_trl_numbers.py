@@ -28,9 +28,8 @@ def answers_of(case: dict[str, Any]) -> Iterator[tuple[list[int], list[int], dic
     """Yield prompt, answer and columns of each answer, mismatched answers last."""
     if case["batch"] != "labelled":
         for number, (prompt, *answers) in enumerate(NUMBERS["batches"][case["batch"]], start=1):
-            yield from (
-                (prompt, answer, {"pair_ids": sign * number}) for answer, sign in zip(answers, (1, -1), strict=True)
-            )
+            for answer, sign in zip(answers, (1, -1), strict=True):
+                yield prompt, answer, {"pair_ids": sign * number}
         return
     rows = NUMBERS["labelled"]
     yield from ((prompt, answer, {"labels": 1 if is_good else -1}) for prompt, answer, is_good in rows)

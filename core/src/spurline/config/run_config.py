@@ -431,7 +431,9 @@ class RunConfig(Section):
     @property
     def frozen_roles(self) -> frozenset[str]:
         """Return the roles of the untrained models that the loss or the source uses."""
-        return self.loss.roles.union(self.source.facts.roles)
+        facts = self.source.facts
+        supplied = {"reference"} if "reference_logprobs" in facts.columns else set[str]()
+        return (self.loss.roles - supplied).union(facts.roles)
 
     @property
     def asks_for_answers(self) -> bool:

@@ -60,8 +60,11 @@ class AnswerSet(SampleSet):
         column = self._reference.column(places_of_tokens(batch, starts))
         return replace(batch, tokens={**batch.tokens, "reference_logprobs": column})
 
-    def add_reference(self, backend: Backend, role: Role, batch_size: int) -> None:
-        """Read log-probabilities of the reference model for all answers, or compute and store them with this role."""
+    def add_reference(self, backend: Backend, role: Role, batch_size: int) -> str:
+        """Read log-probabilities of the reference model for all answers, or compute and store them with this role.
+
+        Returns the name of the file, which is a digest of everything on which the values depend.
+        """
         path = file_of(self._context, self.fingerprint())
         self._reference = ReferenceLogprobs.load(path, self.num_places)
         if self._reference is None:
@@ -76,6 +79,7 @@ class AnswerSet(SampleSet):
 
             with waiting(self._context.progress, f"computing the reference's log-probabilities of {count:,} samples"):
                 self._reference = ReferenceLogprobs.compute(batches(), self.num_places, backend, role, path)
+        return path.name
 
 
 class PairSet(AnswerSet):

@@ -200,5 +200,5 @@ class KtoConfig(AnswerLossConfig):
     """Weight of bad answers. The paper keeps desirable_weight x good : undesirable_weight x bad from 1 to 4/3."""
 
     @property
-    def uses_reference(self) -> bool:
-        return True
+    def roles(self) -> frozenset[str]:
+        return frozenset({"reference"})

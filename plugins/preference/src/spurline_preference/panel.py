@@ -1,4 +1,7 @@
-"""Plot how well a run that trains on pairs separates the chosen from the rejected answers."""
+"""Plot how well a run separates better from worse answers.
+
+The panel is for every loss with the metrics of `spurline_preference.pairs.METRICS`, also of other packages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _COLORS = ("--series-2", "--series-6", "--series-3", "--series-5")
 
 
 class PreferencePanel(Panel):
-    """Plots of the margin, accuracy, rewards and log-probabilities of training and held-out pairs."""
+    """Plots of the margin, accuracy, rewards and log-probabilities of training and held-out answers."""
 
     title = "Preferences"
     order = 130
@@ -26,15 +29,16 @@ class PreferencePanel(Panel):
             return None
         share: dict[str, Any] = {"tickformat": ".0%", "range": [-0.02, 1.02]}
         plots = [
-            plot_held_out(record, {"preference/accuracy": "accuracy"}, "Pairs in the right order", chance=0.5, **share),
-            plot_held_out(record, {"preference/margin": "margin"}, "Margin between the answers"),
-            plot_held_out(record, _REWARDS, "Reward (beta x log-ratio)"),
+            plot_held_out(record, {"preference/accuracy": "accuracy"}, "In the right order", chance=0.5, **share),
+            plot_held_out(record, {"preference/margin": "margin"}, "Margin"),
+            plot_held_out(record, _REWARDS, "Reward"),
             plot_held_out(record, _LIKELIHOODS, "Log-probability per token"),
+            plot_held_out(record, {"preference/kl": "KL"}, "Divergence from the reference model (nats)"),
         ]
         head = f"Margin {margins[-1]:.4g} at step {steps[-1]:,}"
         _, accuracies = record.series("preference/accuracy")
         if accuracies:
-            head += f"; {accuracies[-1]:.1%} of this step's training pairs are in the right order"
+            head += f"; {accuracies[-1]:.1%} of this step's answers are in the right order"
         return block(caption(head), columns(*(plot for plot in plots if plot)), wide=True)
 
 
@@ -45,6 +49,8 @@ def plot_held_out(
     hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
     traces: list[Trace] = []
     for (name, label), color in zip(labels.items(), _COLORS, strict=False):
+        if not record.series(name)[0]:
+            continue
         traces += one_of_several(label, *record.series(name), color, hovertemplate=hover)
         for prefix in evaluations_of(record):
             steps, values = record.series(prefix + name)

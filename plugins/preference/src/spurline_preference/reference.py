@@ -94,12 +94,13 @@ def file_of(context: SourceContext, tokens: str) -> Path:
 
 
 def _digest_of_model(run: RunConfig) -> str:
-    """Return a digest of the weights and of the model's config."""
-    digest = xxhash.xxh3_128(load_model_config(run.model).to_json_string(use_diff=False).encode())
-    if run.model.init == "random":
+    """Return a digest of the reference model's weights and config."""
+    model = run.model.playing("reference")
+    digest = xxhash.xxh3_128(load_model_config(model).to_json_string(use_diff=False).encode())
+    if model.init == "random":
         digest.update(str(run.seed).encode())
         return digest.hexdigest()
-    for path in safetensors_files(run.model):
+    for path in safetensors_files(model):
         with path.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)

@@ -58,6 +58,9 @@ class AnswersOfSide(DerivedDataset):
         try:
             has_prompt = "prompt" in view or "messages" in view
             is_turn = "instruction" in self._columns or ("instruction" in view and not has_prompt)
+            if self._side == "completion":
+                # Check the label here, where a malformed row may be skipped.
+                _label(view)
             prompt, answer = _split(view, self._side, is_turn=is_turn, num_texts=_num_texts(values))
         except BadRowError as error:
             raise error.at(self._dataset.location(row)) from error
@@ -115,16 +118,18 @@ def has_labels(source: DatasetToTokenize) -> bool:
 
 def read_label(source: DatasetToTokenize, row: int) -> int:
     """Return 1 for a good and -1 for a bad answer. Raises DataError naming the row for a value that is no label."""
-    view = RowView(source.dataset[row], source.config.columns)
     try:
-        value = view.require("label")
-        # The values of a CSV file are text.
-        known = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}
-        found = known.get(str(value).strip().lower())
-        if found is None:
-            raise BadRowError(view.label("label"), f"is {describe(value)}, expected true or false, or 1 or 0.")
+        return _label(RowView(source.dataset[row], source.config.columns))
     except BadRowError as error:
         raise error.at(source.dataset.location(row)) from error
+
+
+def _label(view: RowView) -> int:
+    value = view.require("label")
+    # The values of a CSV file are text.
+    found = {"true": 1, "1": 1, "1.0": 1, "false": -1, "0": -1, "0.0": -1}.get(str(value).strip().lower())
+    if found is None:
+        raise BadRowError(view.label("label"), f"is {describe(value)}, expected true or false, or 1 or 0.")
     return found
 
 

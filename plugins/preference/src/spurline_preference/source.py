@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from spurline.errors import CheckpointError
 from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
@@ -24,6 +25,8 @@ class AnswerSource(SftSource):
         self._context = context
         self._stores_reference = config.reference == "precompute"
         self._unit = config.supplies
+        self._reference = ""
+        """Name of the stored log-probabilities of the training data, if there are some."""
         train = self.samples_class(context.config.data.train, context)
         self._sets = [train]
         super().__init__(config, context, train)
@@ -33,10 +36,23 @@ class AnswerSource(SftSource):
 
     def start(self, step: int, backend: Backend) -> None:
         if self._stores_reference:
-            # Before the first step the policy is the reference model, so no second model is loaded.
-            role = "policy" if step == 1 else "reference"
-            for samples in self._sets:
-                samples.add_reference(backend, role, self._batch_size)
+            # Before the first step the policy is the default reference model, so no second model is loaded.
+            is_policy = step == 1 and "reference" not in self._context.config.model.frozen
+            role = "policy" if is_policy else "reference"
+            names = [samples.add_reference(backend, role, self._batch_size) for samples in self._sets]
+            if self._reference not in ("", names[0]):
+                raise CheckpointError(
+                    "source.reference: the reference model, the tokens, or settings of the backend differ from those "
+                    "of the checkpoint. Restore them, or start again with another run_dir."
+                )
+            self._reference = names[0]
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), "reference": self._reference}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        super().load_state_dict(state)
+        self._reference = str(state.get("reference", ""))
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples:
         self._sets.append(self.samples_class(datasets, self._context))

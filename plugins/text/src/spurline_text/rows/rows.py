@@ -144,7 +144,8 @@ class RowView:
     def instruction(self) -> str:
         """Return the columns `instruction` and, if there is one, `input`, with an empty line between them."""
         instruction = self.text("instruction")
-        extra = self.text("input") if self.get("input") is not None else ""
+        is_other = self.get("input") is not None and self.label("input") != self.label("instruction")
+        extra = self.text("input") if is_other else ""
         return f"{instruction}\n\n{extra}" if extra else instruction
 
 

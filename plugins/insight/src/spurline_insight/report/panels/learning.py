@@ -38,7 +38,7 @@ class LossPanel(Panel):
             return None
         _, rewards = record.series("reward/mean")
         if not rewards:
-            unit = "per pair" if recorded_names(record, OF_PAIRS) else "nats per token"
+            unit = "per pair or answer" if recorded_names(record, OF_PAIRS) else "nats per token"
             return block(step_figure(traces, f"Loss ({unit})", label="Loss over steps"), wide=True)
         head = caption("The loss of a policy stays near 0. The reward shows whether training works.")
         return block(head, step_figure(traces, "Loss", label="Loss over steps"))
