@@ -86,7 +86,7 @@ class RolloutEngineContract(EngineContract):
     def test_top_p_and_top_k_cut_tokens_off_and_the_rest_is_reported_where_it_is_asked_for(
         self, tiny_model: Path
     ) -> None:
-        cuts = ({"top_k": 6}, {"top_k": 300}, {"top_k": 40, "top_p": 0.7, "temperature": 0.6})
+        cuts: Sequence[dict[str, Any]] = ({"top_k": 6}, {"top_k": 300}, {"top_k": 40, "top_p": 0.7, "temperature": 0.6})
         requests = [
             request(prompt, support_width=cut["top_k"] + 16, **cut)
             for prompt, cut in zip(PROMPTS, (*cuts, *cuts), strict=False)
