@@ -37,7 +37,7 @@ def vllm_config(rl_config: Config, tmp_path: Path) -> Config:
         max_staleness=2,
         correction="tis",
         max_concurrent_groups=4,
-        sampling={"max_new_tokens": 12},
+        sampling={"max_new_tokens": 12, "top_p": 0.9, "top_k": 32},
         engine=dict(SMALL_VLLM),
     )
 

@@ -61,14 +61,15 @@ def test_training_writes_health_metrics_evaluation_and_report(
     assert (run_dir / "report.html").stat().st_size > 100_000
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_the_trainer_sees_the_logprobs_that_were_sampled_with(rl_config: Config, temperature: float) -> None:
-    rl_config["source"]["sampling"]["temperature"] = temperature
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 64}])
+def test_the_trainer_sees_the_logprobs_that_were_sampled_with(rl_config: Config, sampling: Config) -> None:
+    rl_config["source"]["sampling"] |= sampling
     for line in train(rl_config, steps=2).lines:
         assert line["mismatch/logprob_diff/max"] < 1e-5
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(rl_config: Config, tmp_path: Path) -> None:
+    rl_config["source"]["sampling"] |= {"top_p": 0.9, "top_k": 40}
     assert_pieces_equal_the_whole(rl_config, tmp_path, [3])
 
 

@@ -32,6 +32,7 @@ class FakeVllmServer:
         self,
         *,
         logprobs_mode: str = "processed_logprobs",
+        max_logprobs: int = 20,
         has_dev_endpoints: bool = True,
         extension: str = WORKER_EXTENSION,
         transfer: str | None = None,
@@ -50,6 +51,7 @@ class FakeVllmServer:
         self._strangers = strangers
         self._has_lora = has_lora
         self._logprobs_mode = logprobs_mode
+        self._max_logprobs = max_logprobs
         self._has_dev_endpoints = has_dev_endpoints
         self._version = 0
         self._answered_by = itertools.cycle(range(num_replicas))
@@ -96,7 +98,11 @@ class FakeVllmServer:
 
     async def _info(self, _: web.Request) -> web.Response:
         config = {
-            "model_config": {"logprobs_mode": self._logprobs_mode, "dtype": "torch.bfloat16"},
+            "model_config": {
+                "logprobs_mode": self._logprobs_mode,
+                "dtype": "torch.bfloat16",
+                "max_logprobs": self._max_logprobs,
+            },
             "parallel_config": {
                 "worker_extension_cls": self._extension,
                 "tensor_parallel_size": 2,
@@ -148,7 +154,8 @@ class FakeVllmServer:
             await self._running.wait()
             ends = position in body["stop_token_ids"]
             last = position == before + body["max_tokens"] - 1
-            await response.write(_event(position, -self._version, "stop" if ends else "length" if last else None))
+            reason = "stop" if ends else "length" if last else None
+            await response.write(_event(position, -self._version, reason, body["logprobs"]))
             self.tokens_given += 1
             if ends:
                 break
@@ -157,8 +164,11 @@ class FakeVllmServer:
         return response
 
 
-def _event(token: int, logprob: float, reason: str | None) -> bytes:
-    choice: dict[str, Any] = {"token_ids": [token], "logprobs": {"token_logprobs": [logprob]}, "finish_reason": reason}
+def _event(token: int, logprob: float, reason: str | None, told: int) -> bytes:
+    """Return an event. Sampling has kept the token and the next one. told: number of the likeliest tokens told."""
+    likeliest = {f"token_id:{token + index}": logprob if index < 2 else -9999.0 for index in range(told)}
+    logprobs = {"token_logprobs": [logprob], "top_logprobs": [likeliest]}
+    choice: dict[str, Any] = {"token_ids": [token], "logprobs": logprobs, "finish_reason": reason}
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 

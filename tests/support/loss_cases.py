@@ -42,7 +42,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "value": {},
     "dppo": {"divergence": "kl", "threshold_low": 0.005, "threshold_high": 0.005, **EXTRAS},
     "ppo_per_row": {},
-    "ppo_entropy_target": {},
+    "ppo_entropy_target": {"entropy_target": 100.0},
 }
 REDUCE = {**REDUCTIONS, "fixed_norm": fixed_norm(16)}
 CORRECTIONS: dict[str, dict[str, Any]] = {

@@ -121,15 +121,25 @@ async def _nothing() -> None:
 
 
 def step_output(
-    internal_id: str, token_ids: Sequence[int], logprobs: Sequence[float], reason: str | None = None, **more: Any
+    internal_id: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    reason: str | None = None,
+    kept: Sequence[Sequence[int]] = (),
+    columns: int = 0,
+    **more: Any,
 ) -> EngineCoreOutput:
-    """Return the output of one step of vLLM for one request."""
+    """Return the output of one step of vLLM for one request.
+
+    kept: the tokens that sampling kept for each token, likeliest first. columns: how many of the likeliest are told.
+    """
     count = len(token_ids)
-    found = LogprobsLists(
-        np.array(token_ids, np.int32).reshape(count, 1),
-        np.array(logprobs, np.float32).reshape(count, 1),
-        np.ones(count, np.int32),
-    )
+    ids, values = np.zeros((count, 1 + columns), np.int32), np.full((count, 1 + columns), -np.inf, np.float32)
+    ids[:, 0], values[:, 0] = token_ids, logprobs
+    for row, each in enumerate(kept):
+        told = [*each][:columns]
+        ids[row, 1 : 1 + len(told)], values[row, 1 : 1 + len(told)] = told, -1.0
+    found = LogprobsLists(ids, values, np.ones(count, np.int32))
     return EngineCoreOutput(
         internal_id,
         list(token_ids),

@@ -65,7 +65,17 @@ def vllm_expert_models(folder: Path, width: int) -> ModelPair:
 def vllm_engine(model: Path, run_dir: Path, *, backend: BackendConfig | None = None, **settings: Any) -> VllmEngine:
     """Return an engine that is not started yet. backend: of the run, by default local without adapters."""
     config = VllmEngineConfig(
-        **({"kv_cache_gb": 0.25, "max_num_seqs": 64, "start_timeout_s": START_S, "cpu_threads": 1} | settings)
+        **(
+            {
+                "kv_cache_gb": 0.25,
+                "max_num_seqs": 64,
+                "start_timeout_s": START_S,
+                "cpu_threads": 1,
+                # The run is no RL run, which would set this itself.
+                "engine_args": {} if "urls" in settings else {"max_logprobs": -1},
+            }
+            | settings
+        )
     )
     model_config = ModelConfig(path=str(model))
     run = run_config(model, model=model_config, run_dir=run_dir, backend=backend or LocalBackendConfig())

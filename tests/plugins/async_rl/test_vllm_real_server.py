@@ -51,7 +51,7 @@ def server(
     port = free_port()
     options = ["--model", str(models.old), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     options += ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**28), "--logprobs-mode", "processed_logprobs"]
-    options += request.param
+    options += ["--max-logprobs", "57", *request.param]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": install(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options],
@@ -103,7 +103,10 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
     url, process = server
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.setattr(ServerApi, "is_here", False)
-    asked = [request(prompt, seed=seed, max_new_tokens=400) for seed, prompt in enumerate(PROMPTS * 2)]
+    cuts = ({}, {"top_k": 40, "top_p": 0.9, "support_width": 56})
+    asked = [
+        request(prompt, seed=seed, max_new_tokens=400, **cuts[seed % 2]) for seed, prompt in enumerate(PROMPTS * 2)
+    ]
 
     async def main() -> list[GenerationResult]:
         await _up(url, process)
@@ -136,9 +139,10 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
     results = asyncio.run(main())
     for wanted, result in zip(asked, results, strict=True):
         for version, model in ((1, models.old), (2, models.new)):
-            expected = model_logprobs(model, wanted.prompt_ids, result.token_ids.tolist(), 1.0)
+            expected = model_logprobs(model, wanted.prompt_ids, result.token_ids.tolist(), 1.0, result.support)
             difference = np.abs(result.logprobs - expected)[result.versions == version]
             assert difference.max(initial=0.0) <= 1e-5
+        assert (result.support is not None) == (wanted.sampling.support_width > 0)
     assert any({1, 2} <= set(result.versions.tolist()) for result in results)
 
 

@@ -61,7 +61,10 @@ def test_responses_go_on_across_an_update_without_a_token_lost_or_of_the_wrong_v
     drive: Callable[..., Any],
 ) -> None:
     async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> Any:
-        asked = [request([5] * length, seed=length, max_new_tokens=400) for length in (270, 280, 290)]
+        asked = [
+            request([5] * length, seed=length, max_new_tokens=400, support_width=width)
+            for length, width in ((270, 0), (280, 3), (290, 1))
+        ]
         writing = asyncio.gather(*map(engine.generate, asked))
         for version in (2, 3):
             given = server.tokens_given
@@ -79,6 +82,10 @@ def test_responses_go_on_across_an_update_without_a_token_lost_or_of_the_wrong_v
         assert result.finish_reason == "length"
         assert result.logprobs.tolist() == (-result.versions).tolist()
         assert set(result.versions.tolist()) == {1, 2, 3}
+        # The server has kept each token and the next one.
+        kept = {3: [[token, token + 1, -1] for token in range(start, 512)], 1: [[-1]] * (512 - start)}
+        support = None if result.support is None else result.support.tolist()
+        assert support == kept.get(wanted.sampling.support_width)
     update = calls[calls.index("pause") :][: calls[calls.index("pause") :].index("resume") + 1]
     assert update[:2] == ["pause", "spurline_begin_update"]
     assert set(update[2:-2]) == {"spurline_load_bucket"}

@@ -34,11 +34,13 @@ class Asked:
 
     name: str
     stop: tuple[str, ...] = ()
+    width: int = 0
     progress: Progress = field(default_factory=Progress)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)
+    support: list[int] = field(default_factory=list)
     reason: str | None = None
     writing: Any = None
 
@@ -47,6 +49,7 @@ class Asked:
         assert found.token_ids.tolist() == self.tokens
         assert found.logprobs.tobytes() == np.array(self.logprobs, np.float32).tobytes()
         assert found.versions.tolist() == self.versions
+        assert found.support.tolist() == self.support
         experts = found.experts.since(0)
         assert ([] if experts is None else experts[:, 0, 0].tolist()) == self.experts
 
@@ -54,17 +57,19 @@ class Asked:
 class Schedule:
     """An engine whose messages a test writes."""
 
-    def __init__(self, num_requests: int, *, stop: tuple[str, ...] = (), **options: Any) -> None:
+    def __init__(self, num_requests: int, *, stop: tuple[str, ...] = (), width: int = 0, **options: Any) -> None:
+        """width: `support_width` of every second request. vLLM tells the likeliest tokens of all requests of a step."""
         self.engine: Any = RecordedEngine(**options)
         self.core = self.engine.core
         self.member = VllmMember("engine 0", self.engine, TOKENIZER)
         self.version = 0
-        self.asked = [Asked(f"request {number}", stop) for number in range(num_requests)]
+        self.asked = [Asked(f"request {number}", stop, number % 2 * width) for number in range(num_requests)]
+        self._columns = width and width + 1
         self._count = 0
 
     async def begin(self) -> None:
         for asked in self.asked:
-            sampling = Sampling(max_new_tokens=10_000, stop=asked.stop)
+            sampling = Sampling(max_new_tokens=10_000, stop=asked.stop, support_width=asked.width)
             request = GenerationRequest(PROMPT, sampling, 0, asked.name)
             asked.writing = asyncio.ensure_future(self.member.generate(request, asked.progress))
         while len(self.core.requests) < len(self.asked):
@@ -77,8 +82,11 @@ class Schedule:
             asked = self.asked[number]
             tokens = [60 + (self._count + index) % 100 for index in range(count)]
             logprobs = [-1 / (3 + self._count + index) for index in range(count)]
+            # Some tokens were sampled among more than the request's result has room for.
+            sizes = [1 + (index + self._count) % (self._columns + 1) for index in range(count)]
+            kept = [range(token, token + size) for token, size in zip(tokens, sizes, strict=True)]
             self._count += count
-            more = {}
+            more: dict[str, Any] = {"kept": kept, "columns": self._columns}
             if with_experts:
                 # vLLM tells those of the prompt with the first token.
                 new = list(range(len(asked.experts), len(asked.experts) + count + (0 if asked.tokens else 1)))
@@ -87,6 +95,9 @@ class Schedule:
                 asked.tokens += tokens
                 asked.logprobs += logprobs
                 asked.versions += [self.version] * count
+                for each in kept if asked.width else ():
+                    known = [*each] if len(each) <= asked.width else []
+                    asked.support += known + [-1] * (asked.width - len(known))
                 asked.experts += new if with_experts else []
                 asked.reason = ends.get(number)
             name = self.core.requests[str(number)].request_id
@@ -113,12 +124,13 @@ class Schedule:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_chunks_have_the_tokens_logprobs_versions_and_experts_of_one_by_one_delivery(data: st.DataObject) -> None:
+def test_chunks_have_the_tokens_and_all_that_comes_with_them_of_one_by_one_delivery(data: st.DataObject) -> None:
     async def main() -> None:
         chunk_tokens = data.draw(st.sampled_from([1, 3, 6, 16]), "chunk_tokens")
         schedule = Schedule(
             data.draw(st.integers(1, 4), "requests"),
             chunk_tokens=chunk_tokens,
+            width=data.draw(st.sampled_from([0, 2, 80]), "support_width"),
             log_stats=data.draw(st.sampled_from([False, False, False, True]), "vLLM counts"),
         )
         with_experts = data.draw(st.booleans(), "experts")

@@ -139,7 +139,7 @@ class ChildMember:
             progress = self._progress.get(number)
             if "token_ids" in message and progress is not None:
                 support = np.frombuffer(b64decode(message.get("support", "")), "<i4")
-                progress.add(*(message[name] for name in ("token_ids", "logprobs", "version")), support)
+                progress.add(message["token_ids"], message["logprobs"], message["version"], support)
                 if experts := message.get("experts"):
                     values = np.frombuffer(b64decode(experts["int16"]), "<i2").astype(np.int16)
                     progress.experts.add(len(progress.experts), values.reshape(experts["shape"]))

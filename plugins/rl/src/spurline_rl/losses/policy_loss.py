@@ -111,7 +111,7 @@ def ratio_to_old(inputs: TokenLossInputs) -> Tensor:
     return bounded_exp(inputs.logprobs - inputs.columns["old_logprobs"])
 
 
-def clip_fractions(ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
+def clip_fractions(ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor) -> dict[str, Tensor]:
     """Return two metrics, which are 1 for tokens without gradient in a clipped surrogate, else 0.
 
     A token has no gradient if its ratio is below `low` and its advantage negative, or its ratio is above `high` and its

@@ -86,7 +86,7 @@ class RolloutEngineContract(EngineContract):
     def test_top_p_and_top_k_cut_tokens_off_and_the_rest_is_reported_where_it_is_asked_for(
         self, tiny_model: Path
     ) -> None:
-        cuts = ({"top_k": 6}, {"top_k": 300}, {"top_k": 40, "top_p": 0.7, "temperature": 0.6})
+        cuts: Sequence[dict[str, Any]] = ({"top_k": 6}, {"top_k": 300}, {"top_k": 40, "top_p": 0.7, "temperature": 0.6})
         requests = [
             request(prompt, support_width=cut["top_k"] + 16, **cut)
             for prompt, cut in zip(PROMPTS, (*cuts, *cuts), strict=False)
@@ -97,18 +97,16 @@ class RolloutEngineContract(EngineContract):
             assert result.support is not None
             assert result.support.dtype == np.int32
             assert result.support.shape == (len(result.token_ids), asked.sampling.support_width)
-            everything = model_distribution(tiny_model, asked, result)
+            given = (asked.prompt_ids, result.token_ids.tolist(), asked.sampling.temperature)
+            everything = _all_logprobs(tiny_model, *given)
             kept = np.stack([np.isin(np.arange(everything.shape[1]), row) for row in result.support])
             assert kept.sum(1).tolist() == (result.support >= 0).sum(1).tolist(), "an id is there twice"
-            cut = np.where(kept, everything, -np.inf)
             # No token that was cut off is likelier than one that was kept.
-            worst = np.where(kept, everything, np.inf).min(1)
-            assert (np.where(kept, -np.inf, everything).max(1) <= worst + self.logprob_tolerance).all()
-            mass = np.exp(cut).sum(1)
+            likeliest_cut, worst = np.where(kept, -np.inf, everything).max(1), np.where(kept, everything, np.inf).min(1)
+            assert (likeliest_cut <= worst + self.logprob_tolerance).all()
             largest = min(asked.sampling.top_k, everything.shape[1])
             assert (kept.sum(1) == largest).all() if asked.sampling.top_p == 1 else (kept.sum(1) < largest).all()
-            places = np.arange(len(result.token_ids))
-            expected = everything[places, result.token_ids] - np.log(mass)
+            expected = model_logprobs(tiny_model, *given, result.support)
             assert np.abs(result.logprobs - expected).max() <= self.logprob_tolerance
 
     def test_the_seed_decides_what_is_sampled(self, tiny_model: Path) -> None:
@@ -220,15 +218,22 @@ def request(
 
 
 def model_logprobs(
-    model: Path, prompt: Sequence[int], response: Sequence[int], temperature: float
+    model: Path,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    temperature: float,
+    support: NDArray[np.int32] | None = None,
 ) -> NDArray[np.float32]:
-    """Return the logprob of each response token, from one forward pass over prompt and response."""
-    return _all_logprobs(model, prompt, response, temperature)[np.arange(len(response)), response]
+    """Return the logprob of each response token, from one forward pass over prompt and response.
 
-
-def model_distribution(model: Path, asked: GenerationRequest, result: GenerationResult) -> NDArray[np.float32]:
-    """Return the logprobs of all tokens of the vocabulary at each token of the response, before top_p and top_k."""
-    return _all_logprobs(model, asked.prompt_ids, result.token_ids.tolist(), asked.sampling.temperature)
+    With `support`, the distribution of each token is renormalised over its ids.
+    """
+    everything = _all_logprobs(model, prompt, response, temperature)
+    found = everything[np.arange(len(response)), response]
+    if support is None:
+        return found
+    kept = np.take_along_axis(everything, support.clip(0), axis=1)
+    return found - np.log(np.where(support >= 0, np.exp(kept), 0).sum(1))
 
 
 def _all_logprobs(

@@ -165,8 +165,8 @@ class Response:
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             experts = self.experts.since(self._num_experts_handed_on)
             self._num_experts_handed_on = len(self.experts)
-            new = (column[start:] for column in (self.tokens, self.logprobs, self.versions))
-            self.on_tokens(Written(*new, self.finish_reason, experts, self.support[start:]))
+            tokens, logprobs, versions = self.tokens[start:], self.logprobs[start:], self.versions[start:]
+            self.on_tokens(Written(tokens, logprobs, versions, self.finish_reason, experts, self.support[start:]))
 
     def result(self) -> GenerationResult:
         """Return the result. Raises DataError if the request was refused."""

@@ -59,8 +59,8 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
         columns[:, 0].astype(np.int64).tolist(),
         columns[:, 1].tolist(),
         [
-            support_row(*row, setting.support_width) if setting.support_width else None
-            for setting, *row in zip(settings, ids, found, strict=True)
+            support_row(row_ids, row_logprobs, setting.support_width) if setting.support_width else None
+            for setting, row_ids, row_logprobs in zip(settings, ids, found, strict=True)
         ],
     )
 
