@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,35 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from async_runs import assert_equals_synchronous, asynchronous, comparable
-from run_helpers import Config, Spurline, assert_pieces_equal_the_whole, assert_same_weights, train, write_rows
+from run_helpers import (
+    Config,
+    KillableProcess,
+    Spurline,
+    assert_pieces_equal_the_whole,
+    assert_same_run,
+    assert_same_weights,
+    train,
+    write_rows,
+)
 
 from spurline import load_config
 from spurline.errors import ConfigError
 from spurline.run.build import build_data
 from spurline.run.checkpoints.state_files import read_state
-from spurline_rl.protocols.adaptive_order import ScoredDraw
+from spurline_curricula.success_mixture import SuccessMixtureOrder
+from spurline_rl.protocols.adaptive_order import AdaptiveOrder, ScoredDraw
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 
 CURRICULUM = {"name": "curriculum", "column": "meta.difficulty"}
 STAGED = {**CURRICULUM, "direction": "descending", "stages": 4}
 ADAPTIVE = {"name": "reward_adaptive", "reward": "early", "floor": 0.01}
+REPLAY = {
+    "name": "success_mixture",
+    "column": "meta.difficulty",
+    "reward": "early",
+    "replay": {"share": 0.5, "solved_at": 0.9, "most_prompts": 3},
+}
+MIXTURE = {"name": "mixture", "column": "meta.difficulty", "shares": {"0": 0.5}}
 
 
 def difficulty(number: int) -> int:
@@ -69,6 +86,7 @@ def graded_rl_config(rl_config: Config, tmp_path: Path) -> Config:
     rows = [row for number, row in enumerate(chat_rows()) if number % 5 != 3][:10]
     rl_config["data"]["train"] = str(write_rows(tmp_path / "graded.jsonl", rows))
     rl_config["source"]["sampling"] = {"max_new_tokens": 3}
+    rl_config["plugins"] = [*rl_config.get("plugins", []), "curricula"]
     return rl_config
 
 
@@ -140,14 +158,15 @@ def name_of(order: str | Mapping[str, Any]) -> str:
     return order if isinstance(order, str) else "-".join(map(str, order.values()))
 
 
-@pytest.mark.parametrize("order", ["sequential", {"name": "length_grouped", "pool_batches": 2}], ids=name_of)
+@pytest.mark.parametrize("order", ["sequential", {"name": "length_grouped", "pool_batches": 2}, MIXTURE], ids=name_of)
 def test_fine_tuning_cut_in_pieces_equals_the_uninterrupted_run(sft_config: Config, tmp_path: Path, order: Any) -> None:
+    sft_config |= {"plugins": ["curricula"]}
     sft_config["data"]["order"] = order
     assert_pieces_equal_the_whole(sft_config, tmp_path, [2, 4])
 
 
 # The adaptive one too: without staleness, what it decides for a step depends on the steps before it alone.
-@pytest.mark.parametrize("order", [STAGED, ADAPTIVE], ids=name_of)
+@pytest.mark.parametrize("order", [STAGED, ADAPTIVE, REPLAY], ids=name_of)
 def test_rollouts_cut_in_pieces_equal_the_uninterrupted_run_and_the_asynchronous_one_without_staleness(
     graded_rl_config: Config, order: Any
 ) -> None:
@@ -159,19 +178,37 @@ def test_rollouts_cut_in_pieces_equal_the_uninterrupted_run_and_the_asynchronous
     assert_same_weights(pieces, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_while_prompts_wait_draws_them_again_as_the_uninterrupted_one(
+    graded_rl_config: Config, killable_process: Callable[..., KillableProcess]
+) -> None:
+    graded_rl_config["data"]["order"] = REPLAY
+    graded_rl_config |= {"steps": 8, "checkpoint": {"every_steps": 2}}
+    whole = train(graded_rl_config, name="whole")
+    for steps in (3, 2):
+        process = killable_process(graded_rl_config)
+        process.wait_for_steps(steps, 0.01)
+        process.kill()
+    run = train(graded_rl_config)
+    assert_same_run(run, whole)
+    assert run.lines[-1]["order/replay/replayed"] > 0
+
+
+@pytest.mark.parametrize(("order", "kind"), [(ADAPTIVE, RewardAdaptiveOrder), (REPLAY, SuccessMixtureOrder)])
 def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
-    graded_rl_config: Config, monkeypatch: pytest.MonkeyPatch
+    graded_rl_config: Config, monkeypatch: pytest.MonkeyPatch, order: Config, kind: type[AdaptiveOrder]
 ) -> None:
     heard: dict[int, list[int]] = {}
-    observe = RewardAdaptiveOrder.observe
+    observe = kind.observe
 
-    def listen(self: RewardAdaptiveOrder, step: int, draws: Sequence[ScoredDraw]) -> None:
+    def listen(self: AdaptiveOrder, step: int, draws: Sequence[ScoredDraw]) -> None:
         heard[step] = [draw.position for draw in draws]
         assert [draw.sample for draw in draws] == [int(self.positions(at, at + 1)[0]) for at in heard[step]]
         observe(self, step, draws)
 
-    monkeypatch.setattr(RewardAdaptiveOrder, "observe", listen)
-    graded_rl_config["data"]["order"] = ADAPTIVE
+    monkeypatch.setattr(kind, "observe", listen)
+    graded_rl_config["data"]["order"] = order
     config = asynchronous(graded_rl_config, max_staleness=2, correction="tis")
     train(config, steps=3)
     checkpoint = train(config, steps=8).checkpoint

@@ -13,8 +13,14 @@ from spurline.plugins.host import PluginHost
 from spurline.testing import PluginContract
 from spurline_insight.testing import ReportPanelContract
 from spurline_models.testing import LossContract, OptimizerContract
-from spurline_plugin_template.config import FocalConfig, LionConfig, RowsWhereConfig, StepTimesPanelConfig
-from spurline_plugin_template.focal_loss import FocalLoss
+from spurline_plugin_template.config import (
+    BalancedFocalConfig,
+    FocalConfig,
+    LionConfig,
+    RowsWhereConfig,
+    StepTimesPanelConfig,
+)
+from spurline_plugin_template.focal_loss import BalancedFocalLoss, FocalLoss
 from spurline_plugin_template.lion import Lion
 from spurline_plugin_template.panel import StepTimesPanel
 from spurline_plugin_template.rows_where import RowsWhere
@@ -39,6 +45,11 @@ class TestRowsWhere(DatasetContract):
 class TestFocalLoss(LossContract):
     def make_loss(self) -> FocalLoss:
         return FocalLoss(FocalConfig())
+
+
+class TestBalancedFocalLoss(LossContract):
+    def make_loss(self) -> BalancedFocalLoss:
+        return BalancedFocalLoss(BalancedFocalConfig())
 
 
 class TestLion(OptimizerContract):

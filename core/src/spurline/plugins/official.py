@@ -61,6 +61,7 @@ _TABLE = {
     "agents": "environment/harness",
     "objectives": "loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop",
     "evals": "evaluation/lm_eval",
+    "curricula": "order/mixture order/success_mixture",
     "fsdp_backend": "backend/fsdp",
     "megatron_backend": "backend/megatron",
 }

@@ -73,6 +73,12 @@ class FocalConfig(LossConfig):
     """How strongly the weight falls with a token's probability. 0 is plain cross-entropy."""
 
 
+class BalancedFocalConfig(FocalConfig):
+    """The focal loss with weights whose mean over the tokens of an optimizer step is 1."""
+
+    name: str = "balanced_focal"
+
+
 class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023, arXiv:2302.06675). It needs a third to a tenth of AdamW's learning rate."""
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spurline.protocols.loss import TokenLossInputs
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.loss import LogprobsOfRows, TokenLossInputs
 from spurline_plugin_template.config import FocalConfig
 
 # For gamma < 1 the slope of (1 - p)^gamma is infinite at p = 1. If 1 - p is smaller than this, the factor is constant.
@@ -39,3 +40,18 @@ class FocalLoss:
     def _factor(self, logprobs: Tensor) -> Tensor:
         # -expm1(x) is 1 - exp(x) without the rounding errors that 1 - exp(x) has near p = 1.
         return (-torch.expm1(logprobs)).clamp_min(SMALLEST_ERROR) ** self.config.gamma
+
+
+class BalancedFocalLoss(FocalLoss):
+    """Loss `balanced_focal`. A micro-batch has only some tokens of a step, so `prepare` computes the mean over all."""
+
+    prepares = frozenset({"focal_mean"})
+    needs = prepares
+
+    def prepare(self, batch: TrainingBatch, logprobs: LogprobsOfRows) -> Mapping[str, Tensor]:
+        weights = batch.tokens["loss_weights"]
+        factors = self._factor(logprobs("policy"))
+        return {"focal_mean": torch.full_like(factors, (factors * weights).sum() / weights.sum())}
+
+    def token_loss(self, inputs: TokenLossInputs) -> Tensor:
+        return super().token_loss(inputs) / inputs.columns["focal_mean"]

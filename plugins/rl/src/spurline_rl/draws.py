@@ -21,7 +21,7 @@ from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import Order, OrderConfig, SampleFacts, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_rl.protocols.adaptive_order import AdaptiveOrder, ScoredDraw
+from spurline_rl.protocols.adaptive_order import AdaptiveOrder, MeasuresDraws, ScoredDraw
 from spurline_rl.protocols.environment import Task
 from spurline_rl.trajectory import Group, terms_of
 from spurline_text.prompts import question_key
@@ -153,6 +153,11 @@ class PromptDraws:
                 terms = {name: tuple(values) for name, values in terms_of(group.trajectories).items()}
                 draws.append(ScoredDraw(group.draw, sample, tuple(group.returns.tolist()), terms))
             self._order.observe(step, draws)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the order, if it has some."""
+        with self._order_lock:
+            return self._order.metrics() if isinstance(self._order, MeasuresDraws) else {}
 
     def rows(self, limit: int) -> Iterator[Draw | SkippedRow]:
         """Yield the first rows of each dataset in file order. The numbers of these draws have no meaning."""

@@ -291,6 +291,7 @@ class PromptSource(BatchSource):
             "groups/skipped_rows": float(collected.skipped),
             "groups/retries": float(retries),
             "groups/refill_missing": float(collected.refill_missing),
+            **self._prompts.metrics(),
             **reward_metrics(every),
             **length_metrics(every),
         }

@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.orders.epochs import Indices, random_words
-from spurline.errors import ConfigError
 from spurline.protocols.order import SampleFacts
-from spurline_rl.configs import unknown_term
 from spurline_rl.protocols.adaptive_order import ScoredDraw
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 
@@ -47,13 +45,8 @@ class RewardAdaptiveOrder:
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
         """Update the success of these prompts. Raises ConfigError if they have no reward of the configured name."""
-        name, failed, solved = self._config.reward, self._config.failed, self._config.solved
         for draw in draws:
-            if name is not None and not draw.terms.get(name):
-                raise ConfigError.at("data.order.reward", unknown_term(name, draw.terms))
-            rewards = draw.returns if name is None else draw.terms[name]
-            success = (float(np.mean(rewards)) - failed) / (solved - failed)
-            self._success[draw.sample] = min(max(success, 0.0), 1.0)
+            self._success[draw.sample] = self._config.success_of(draw)
 
     def state_dict(self) -> dict[str, object]:
         drawn = np.concatenate(self._blocks) if self._blocks else np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""Settings of the critic, the mini-batches `by_prompt` and the order `reward_adaptive`. Does not import torch."""
+"""Settings of the critic, of mini-batches and of orders that follow success. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 
 from spurline.config.run_config import CriticConfig, RunConfig
 from spurline.config.section import Component, OnResume
-from spurline.errors import Problem
+from spurline.errors import ConfigError, Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_rl.configs import unknown_term
-from spurline_rl.protocols.adaptive_order import AdaptiveOrderConfig
+from spurline_rl.protocols.adaptive_order import AdaptiveOrderConfig, ScoredDraw
 
 
 class ByPromptConfig(MiniBatchesConfig):
@@ -45,15 +45,9 @@ class ByPromptConfig(MiniBatchesConfig):
             )
 
 
-class RewardAdaptiveOrderConfig(AdaptiveOrderConfig):
-    """Draw a prompt more often if some attempts solve it and others do not.
+class SuccessOrderConfig(AdaptiveOrderConfig):
+    """Base settings of an order that measures the success of a prompt by the mean reward of its attempts."""
 
-    The weight of a prompt with mean reward p grows with p (1 - p), the variance of its success (sampling for
-    learnability, Foster et al. 2025, arXiv:2502.12272). Prompts without attempts have the largest weight. A step
-    never draws a prompt twice. An epoch has as many draws as there are prompts.
-    """
-
-    name: str = "reward_adaptive"
     reward: str | None = None
     """Reward term that measures success. If null, the weighted sum of all terms measures it."""
     failed: float = Field(default=0.0, allow_inf_nan=False)
@@ -61,7 +55,8 @@ class RewardAdaptiveOrderConfig(AdaptiveOrderConfig):
     solved: float = Field(default=1.0, allow_inf_nan=False)
     """Mean reward of a prompt whose attempts all succeed."""
     floor: float = Field(default=0.1, gt=0, le=1)
-    """Weight of a prompt whose attempts all succeed or all fail. The weight is 1 if half of the attempts succeed."""
+    """Weight of a prompt or part whose attempts all succeed or all fail, relative to one whose attempts succeed half of
+    the time."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
@@ -74,6 +69,25 @@ class RewardAdaptiveOrderConfig(AdaptiveOrderConfig):
         terms = run.source.facts.reward_terms
         if self.reward is not None and terms is not None and self.reward not in terms:
             yield Problem("reward", unknown_term(self.reward, terms))
+
+    def success_of(self, draw: ScoredDraw) -> float:
+        """Return the success of a drawn prompt, from 0 to 1. Raises ConfigError if it has no reward of this name."""
+        if self.reward is not None and not draw.terms.get(self.reward):
+            raise ConfigError.at("data.order.reward", unknown_term(self.reward, draw.terms))
+        rewards = draw.returns if self.reward is None else draw.terms[self.reward]
+        success = (sum(rewards) / len(rewards) - self.failed) / (self.solved - self.failed)
+        return min(max(success, 0.0), 1.0)
+
+
+class RewardAdaptiveOrderConfig(SuccessOrderConfig):
+    """Draw a prompt more often if some attempts solve it and others do not.
+
+    The weight of a prompt with mean reward p grows with p (1 - p), the variance of its success (sampling for
+    learnability, Foster et al. 2025, arXiv:2502.12272). Prompts without attempts have the largest weight. A step
+    never draws a prompt twice. An epoch has as many draws as there are prompts.
+    """
+
+    name: str = "reward_adaptive"
 
 
 class RolloutCriticConfig(CriticConfig):

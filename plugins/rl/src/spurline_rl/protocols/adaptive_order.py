@@ -42,6 +42,15 @@ class ScoredDraw:
 
 
 @runtime_checkable
+class MeasuresDraws(Protocol):
+    """An order with metrics of its own, which sources of rollouts record with each step."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return finite numbers by names that begin with `order/`. Called after `observe`."""
+        ...
+
+
+@runtime_checkable
 class AdaptiveOrder(Order, Stateful, Protocol):
     """An order that learns from the rewards of drawn samples.
 
