@@ -28,6 +28,7 @@ from spurline_evals.configs import LmEvalConfig
 from spurline_evals.evaluation import LmEvalEvaluation
 from spurline_text.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).parents[3]
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 
 OWN_SCORES = '''
@@ -266,6 +267,16 @@ def test_an_evaluation_changes_neither_the_training_nor_its_own_scores_after_a_r
     assert trained == without.without_times
     assert_same_weights(whole, without)
     assert len({tuple(scores(whole, step).values()) for step in range(4)}) == 4
+
+
+def test_the_example_measures_both_of_its_tasks(
+    spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    changes = [f"run_dir={tmp_path / 'run'}", f"model.path={spurline_tiny_model}", "steps=1"]
+    run = train(load_config("examples/sft_sort_evals.yaml", [*changes, "evaluations.lm_eval.limit=4"]))
+    names = {name.partition("lm_eval/")[2] for name in run.lines[0] if "eval/" in name}
+    assert {"sort_answers/exact_match/flexible-extract", "sort_choices/acc", "sort_choices/acc_stderr"} < names
 
 
 def answers_of(run: Trained) -> list[str]:
