@@ -28,6 +28,7 @@ from spurline_evals.configs import LmEvalConfig
 from spurline_evals.evaluation import LmEvalEvaluation
 from spurline_text.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).parents[3]
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 
 OWN_SCORES = '''
@@ -78,10 +79,8 @@ def tasks(tmp_path: Path, spurline_tiny_model: Path) -> Path:
         doc_to_target="gold",
         metric_list=mean_of("acc", "acc_norm", "exact_match"),
     )
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(spurline_tiny_model),
-        AutoTokenizer.from_pretrained(spurline_tiny_model),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(spurline_tiny_model)
+    model: Any = AutoModelForCausalLM.from_pretrained(spurline_tiny_model)
     continuations = []
     for number, text in enumerate(questions):
         ids = tokenizer(text, return_tensors="pt").input_ids
@@ -158,7 +157,7 @@ def test_scores_equal_those_of_lm_evals_own_model(
         task.set_fewshot_seed(seed=1234)
     exported = str(Path(config["run_dir"]) / "model")
     limit = {} if max_length is None else {"max_length": max_length - 1}
-    model = HFLM(exported, device="cpu", dtype="float32", batch_size=4, **limit)
+    model = cast(Any, HFLM)(exported, device="cpu", dtype="float32", batch_size=4, **limit)
     theirs: Any = evaluate(model, loaded, apply_chat_template=chat, fewshot_as_multiturn=True)
     expected = {
         f"eval/bench/{task}/{key.removesuffix(',none')}": value
@@ -249,7 +248,10 @@ def test_usual_benchmarks_on_local_rows_have_their_usual_extraction(
         "my_ifeval/prompt_level_loose_acc": 1.0,
         "my_ifeval/inst_level_loose_acc": 1.0,
     }
-    assert measured.keys() <= {*(evaluation.metrics() or ())}
+    # Functions of the tasks give the other names.
+    assert evaluation.metrics() is None
+    names = evaluation_of(config, tasks=["my_gsm8k", "choices"]).metrics()
+    assert {name for name in found if "gsm8k" in name} < {*(names or ())}
     shown = samples[1]["scores"]
     assert shown == {"my_gsm8k/exact_match/strict-match": 0.0, "my_gsm8k/exact_match/flexible-extract": 1.0}
     assert samples[1]["response"] == " I think 41\n\n"
@@ -265,6 +267,16 @@ def test_an_evaluation_changes_neither_the_training_nor_its_own_scores_after_a_r
     assert trained == without.without_times
     assert_same_weights(whole, without)
     assert len({tuple(scores(whole, step).values()) for step in range(4)}) == 4
+
+
+def test_the_example_measures_both_of_its_tasks(
+    spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    changes = [f"run_dir={tmp_path / 'run'}", f"model.path={spurline_tiny_model}", "steps=1"]
+    run = train(load_config("examples/sft_sort_evals.yaml", [*changes, "evaluations.lm_eval.limit=4"]))
+    names = {name.partition("lm_eval/")[2] for name in run.lines[0] if "eval/" in name}
+    assert {"sort_answers/exact_match/flexible-extract", "sort_choices/acc", "sort_choices/acc_stderr"} < names
 
 
 def answers_of(run: Trained) -> list[str]:
@@ -309,7 +321,6 @@ def test_ranks_find_the_same_scores(config: Config) -> None:
     [
         ({}, {"tasks": ["choice"]}, "evaluations.bench.tasks has choice, which is neither.*Did you mean 'choices'"),
         ({}, {"tasks": ["gsm8k"]}, "gsm8k cannot be loaded: .*HF_HUB_OFFLINE is set. For local rows, `include`"),
-        ({}, {"fewshot_as_multiturn": False}, "fewshot_as_multiturn is about chats"),
         ({}, {"tasks": ["unsafe"]}, "has unsafe, which runs code that the model wrote"),
         ({}, {"tasks": ["answers"], "max_length": 6}, "allows answers of 6 tokens.*Set max_new_tokens"),
         ({}, {"tasks": ["choices"], "max_length": 5}, "The answer '  second' of a task has 8 tokens"),

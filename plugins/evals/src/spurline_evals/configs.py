@@ -38,8 +38,6 @@ class LmEvalConfig(EvaluationConfig):
     """Ask in the chat format of the model's tokenizer."""
     system_instruction: str | None = None
     """Text of a system message."""
-    fewshot_as_multiturn: bool = True
-    """Make each solved example two turns of the chat. Otherwise, all examples stand in one message."""
     max_new_tokens: int | None = Field(default=None, gt=0)
     """Largest number of tokens of an answer, in place of the task's own number, which is 256 by default."""
     max_length: int | None = Field(default=None, gt=1)
@@ -54,6 +52,3 @@ class LmEvalConfig(EvaluationConfig):
         yield from super().problems(run)
         if find_spec("lm_eval") is None:
             yield Problem("name", f"is {self.name}, which needs lm-eval. Run `pip install 'spurline-evals[lm-eval]'`.")
-        if not self.apply_chat_template and not self.fewshot_as_multiturn:
-            fix = "Set apply_chat_template: true, or remove it."
-            yield Problem("fewshot_as_multiturn", f"is about chats, and apply_chat_template is false. {fix}")

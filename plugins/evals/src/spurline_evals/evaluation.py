@@ -64,18 +64,16 @@ class LmEvalEvaluation(HeldOutEvaluation):
             self._tasks, self._groups = _load(config, context.where)
         generating = [name for name, task in self._tasks.items() if task.OUTPUT_TYPE == "generate_until"]
         if generating and not (facts.makes_attempts or backend.facts.generates):
-            raise ConfigError.at(
-                f"{context.where}.tasks",
-                f"has {generating[0]}, which needs generated answers, but backend '{backend.name}' does not generate, "
-                f"and source '{context.run.config.source.name}' has no engine. Set backend.name: local, or keep to "
-                "tasks that compare logprobs.",
+            raise self._refusal(
+                f"{generating[0]}, which needs generated answers, but backend '{backend.name}' does not generate, and "
+                f"source '{context.run.config.source.name}' has no engine. Set backend.name: local, or keep to tasks "
+                "that compare logprobs."
             )
         unsafe = [name for name, task in self._tasks.items() if getattr(task, "UNSAFE_CODE", False)]
         if unsafe and not config.run_unsafe_code:
-            raise ConfigError.at(
-                f"{context.where}.tasks",
-                f"has {unsafe[0]}, which runs code that the model wrote, here and with your rights. Remove it, or set "
-                "run_unsafe_code: true on a machine that you can lose.",
+            raise self._refusal(
+                f"{unsafe[0]}, which runs code that the model wrote, here and with your rights. Remove it, or set "
+                "run_unsafe_code: true on a machine that you can lose."
             )
         self.measures_copies = bool(generating) and facts.makes_attempts and self._source.generates_with_copies
         for task in self._tasks.values():
@@ -83,6 +81,9 @@ class LmEvalEvaluation(HeldOutEvaluation):
                 task.set_config(key="num_fewshot", value=config.num_fewshot)
             elif task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError.at(f"{self._context.where}.tasks", f"has {what}")
 
     @property
     def _source(self) -> MakesAttempts:
@@ -109,13 +110,15 @@ class LmEvalEvaluation(HeldOutEvaluation):
 
     def metrics(self) -> Collection[str] | None:
         names = {"cut_texts"}
+        groups = [group.name for group in self._groups.values() if group.has_aggregation]
         for name, task in self._tasks.items():
-            # A metric with parameters, such as pass@k, gets its names only when it is computed.
-            keys = [
-                f"{m}{error},{f.name}" for m in task.aggregation() for f in task._filters for error in ("", "_stderr")
-            ]
-            owners = [name, *(group.name for group in self._groups.values() if group.has_aggregation)]
-            names |= {_metric_name(owner, key) for owner in owners for key in keys}
+            chosen = [each["metric"] for each in task.get_config("metric_list") or ()]
+            if any(map(callable, [task.get_config("process_results"), *chosen])):
+                # A function of the task names its metrics.
+                return None
+            measured = [f"{metric}{error}" for metric in task.aggregation() for error in ("", "_stderr")]
+            keys = [f"{each},{used.name}" for each in measured for used in task._filters]
+            names |= {_metric_name(owner, key) for owner in (name, *groups) for key in keys}
         return names
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -132,7 +135,7 @@ class LmEvalEvaluation(HeldOutEvaluation):
             max_length=self._max_length(),
             max_new_tokens=config.max_new_tokens,
             batch_size=config.batch_size,
-            greedy_tasks={name for name, task in self._tasks.items() if _reads_greedy(task)},
+            reads_greedy=any(map(_reads_greedy, self._tasks.values())),
         )
         with _apart():
             for task in self._tasks.values():
@@ -143,7 +146,7 @@ class LmEvalEvaluation(HeldOutEvaluation):
                 limit=config.limit,
                 system_instruction=config.system_instruction,
                 apply_chat_template=config.apply_chat_template,
-                fewshot_as_multiturn=config.fewshot_as_multiturn,
+                fewshot_as_multiturn=True,
                 confirm_run_unsafe_code=config.run_unsafe_code,
             )
         metrics = {
@@ -169,10 +172,9 @@ class LmEvalEvaluation(HeldOutEvaluation):
         for most in {sampling.max_new_tokens for _, sampling in questions}:
             members = [n for n, (_, sampling) in enumerate(questions) if sampling.max_new_tokens == most]
             if any(questions[number][1].temperature for number in members):
-                raise ConfigError.at(
-                    f"{self._context.where}.tasks",
-                    "has a task that draws its answers (do_sample: true), which the backend cannot. Set do_sample: "
-                    "false and temperature: 0 in its generation_kwargs, or train with source: rollouts.",
+                raise self._refusal(
+                    "a task that draws its answers (do_sample: true), which the backend cannot. Set do_sample: false "
+                    "and temperature: 0 in its generation_kwargs, or train with source: rollouts."
                 )
             made = backend.generate([questions[number][0] for number in members], max_new_tokens=most)
             for number, tokens in zip(members, made, strict=True):
@@ -268,12 +270,10 @@ def _apart() -> Iterator[None]:
 
 
 def _reads_greedy(task: Any) -> bool:
-    """Return whether the metrics of a task depend on whether an answer is the likeliest one."""
-    return (
-        task.OUTPUT_TYPE == "loglikelihood"
-        or task.get_config("process_results") is not None
-        or "exact_match" in task.aggregation()
-    )
+    """Return whether the metrics of a task depend on whether a text is the likeliest one."""
+    if task.OUTPUT_TYPE == "multiple_choice":
+        return "exact_match" in task.aggregation() or task.get_config("process_results") is not None
+    return task.OUTPUT_TYPE == "loglikelihood"
 
 
 def _metric_name(owner: str, key: str) -> str:

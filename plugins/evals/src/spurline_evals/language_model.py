@@ -7,7 +7,7 @@ engine of the run's source, or else from the backend.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class TrainedModel(TemplateLM):
         answer: Returns the tokens of an answer to each question.
         max_length: Largest number of tokens of a text.
         max_new_tokens: Replaces the number of the tasks.
-        greedy_tasks: Names of the tasks that read whether an answer is the likeliest one.
+        reads_greedy: Whether any task reads whether a text is the likeliest one. If not, lm-eval is told that none is.
 
     Attributes:
         num_cut: Number of texts so far that lost their beginning.
@@ -59,15 +59,14 @@ class TrainedModel(TemplateLM):
         max_length: int,
         max_new_tokens: int | None,
         batch_size: int,
-        greedy_tasks: Collection[str],
+        reads_greedy: bool,
     ) -> None:
         super().__init__()
         self.tokenizer: Any = tokenizer
         self.num_cut = 0
         self._trained, self._layout, self._answer = backend, layout, answer
         self._max_length, self._max_new_tokens, self._batch_size = max_length, max_new_tokens, batch_size
-        self._greedy_tasks = greedy_tasks
-        self._wants_greedy = False
+        self._reads_greedy = reads_greedy
 
     @property
     def eot_token_id(self) -> int:
@@ -98,19 +97,8 @@ class TrainedModel(TemplateLM):
                 "message, which a task's `description` and `system_instruction` make."
             ) from error
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return the logprob of each continuation, and whether it is the likeliest: False if its task never asks."""
-        found: dict[int, tuple[float, bool]] = {}
-        for wants in (False, True):
-            numbers = [n for n, each in enumerate(requests) if (each.task_name in self._greedy_tasks) == wants]
-            self._wants_greedy = wants
-            scores = super().loglikelihood([requests[number] for number in numbers], disable_tqdm=True)
-            found.update(zip(numbers, scores, strict=True))
-        return [found[number] for number in range(len(requests))]
-
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Return the logprob of each text. A text beyond the limit is scored in windows."""
-        self._wants_greedy = False
         windows: list[tuple[int, list[int], list[int]]] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -127,10 +115,10 @@ class TrainedModel(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = True, **_: Any
     ) -> list[tuple[float, bool]]:
         texts: list[Segment] = []
-        for number, ((_, continuation), before, after) in enumerate(requests):
+        for number, (texts_of, before, after) in enumerate(requests):
             if len(after) >= self._max_length:
                 raise DataError(
-                    f"The answer {continuation[:80]!r} of a task has {len(after)} tokens, and with one token before it "
+                    f"The answer {texts_of[1][:80]!r} of a task has {len(after)} tokens, and with one token before it "
                     f"a text may have at most {self._max_length}. Raise max_length, or leave the task out."
                 )
             ids = np.array(self._cut([*before, *after], self._max_length), np.int32)
@@ -152,7 +140,7 @@ class TrainedModel(TemplateLM):
         length = round_up(max(text.length for text in texts), self._layout.align_to)
         batch = lay_out(rows, length, pad_token_id(self.tokenizer))
         sums = self._trained.logprobs(batch).double().sum(1).tolist()
-        if not self._wants_greedy:
+        if not self._reads_greedy:
             return [(score, False) for score in sums]
         # Two equally likely tokens have a logprob of `_HALF` each, and either counts as the likeliest.
         unlikely = self._trained.logprobs(batch, temperature=_SHARPEST) < _HALF - 1e-3
@@ -187,7 +175,7 @@ class TrainedModel(TemplateLM):
         drawn = {name: given[name] for name in _SAMPLED if name in given} if given.get("temperature") else {}
         stop = tuple(text for text in ([until] if isinstance(until, str) else until or ()) if text)
         sampling = replace(Sampling(temperature=0.0, max_new_tokens=most, stop=stop), **drawn)
-        return self._cut(self.tok_encode(context), self._max_length - most), sampling
+        return self._cut(self.tok_encode(context) or [self.prefix_token_id], self._max_length - most), sampling
 
     def _cut(self, ids: list[int], most: int) -> list[int]:
         self.num_cut += len(ids) > most
