@@ -59,6 +59,7 @@ _TABLE = {
         weight_sync/cuda_ipc weight_sync/vllm_native report_panel/rollout_timeline command/simulate
     """,
     "agents": "environment/harness",
+    "distillation": "loss/distillation advantage/teacher scorer/served_teacher scorer/privileged_prompt",
     "objectives": "loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop",
     "evals": "evaluation/lm_eval",
     "curricula": "order/mixture order/success_mixture",

@@ -295,6 +295,9 @@ class PromptSource(BatchSource):
             **reward_metrics(every),
             **length_metrics(every),
         }
+        if not self._settings.learns_from_rewards(self._context.config):
+            # A report would advise to change the task, but these groups teach too.
+            metrics.pop("groups/zero_variance")
         columns = self._preparation.turn_columns(batch, collected.groups)
         if self._kept.is_on:
             self._keep(step, collected, batch, columns)

@@ -22,6 +22,8 @@ from spurline_models.losses.distributions import Distribution, ReadsLogits
 from spurline_models.streams.token_stream import TokenStream
 
 LOGPROBS = "logprobs"
+_READ_AT_ONCE = 1024
+"""Largest chunk of a loss that reads logits. It has several tensors of the size of the logits of each model."""
 
 
 class OutputLogits(nn.Module):
@@ -148,7 +150,7 @@ class TokenLogprobs:
         those of the distribution that is renormalised over each row's ids. Entropies are always of all tokens.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
-        found = self._in_chunks(score, (hidden, targets, support))
+        found = _in_chunks(score, (hidden, targets, support), self.chunk_tokens, draws=self._draws)
         return found[LOGPROBS], found.get(ENTROPY)
 
     def read(
@@ -184,33 +186,12 @@ class TokenLogprobs:
 
         of_others = [states.hidden for states in reading.others.values()]
         tensors = (hidden, stream.targets, stream.support, *of_others, *stream.columns.values())
-        found = self._in_chunks(read, tensors)
+        found = _in_chunks(read, tensors, min(self.chunk_tokens, _READ_AT_ONCE), draws=self._draws)
         return found.pop(LOGPROBS), found.pop(ENTROPY, None), found
 
     def at(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return the values [N, K] of these token ids, given this process's columns [N, V]; -inf for the id -1."""
         return values.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
-
-    def _in_chunks(
-        self, function: Callable[..., dict[str, Tensor]], tensors: Sequence[Tensor | None]
-    ) -> dict[str, Tensor]:
-        """Call the function with chunks of these tensors [N, ...], and join what it returns. The first is not None."""
-        assert tensors[0] is not None
-        count = len(tensors[0])
-        num_chunks = math.ceil(count / self.chunk_tokens)
-        if num_chunks <= 1:
-            return function(*tensors)
-        size = math.ceil(count / num_chunks)
-        split = ([None] * num_chunks if tensor is None else tensor.split(size) for tensor in tensors)
-        parts: list[dict[str, Tensor]] = []
-        for chunk in zip(*split, strict=True):
-            # The last chunk is the first in the backward pass, so its logits may stay.
-            if torch.is_grad_enabled() and len(parts) < num_chunks - 1:
-                made: Any = checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=self._draws)
-                parts.append(made)
-            else:
-                parts.append(function(*chunk))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _score(
         self, hidden: Tensor, targets: Tensor, support: Tensor | None, want_entropy: bool, temperature: float
@@ -259,3 +240,28 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
         # Half precision is too coarse for a softmax over 1e5 logits.
         logits = logits.float()
     return logits if temperature == 1.0 else logits / temperature
+
+
+def _in_chunks(
+    function: Callable[..., dict[str, Tensor]], tensors: Sequence[Tensor | None], chunk_tokens: int, *, draws: bool
+) -> dict[str, Tensor]:
+    """Call the function with chunks of these tensors [N, ...], and join what it returns. The first is not None.
+
+    `draws` says whether the function draws random numbers.
+    """
+    assert tensors[0] is not None
+    count = len(tensors[0])
+    num_chunks = math.ceil(count / chunk_tokens)
+    if num_chunks <= 1:
+        return function(*tensors)
+    size = math.ceil(count / num_chunks)
+    split = ([None] * num_chunks if tensor is None else tensor.split(size) for tensor in tensors)
+    parts: list[dict[str, Tensor]] = []
+    for chunk in zip(*split, strict=True):
+        # The last chunk is the first in the backward pass, so its logits may stay.
+        if torch.is_grad_enabled() and len(parts) < num_chunks - 1:
+            made: Any = checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=draws)
+            parts.append(made)
+        else:
+            parts.append(function(*chunk))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
