@@ -177,8 +177,7 @@ class _WhileItCanBeWritten:
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[str]:
     if "reward/mean" not in metrics:
-        pairs = {"preference/accuracy": "accuracy {:.0%}", "preference/margin": "margin {:.3f}"}
-        shown = {"loss": "loss {:.3f}", **pairs}
+        shown = {"loss": "loss {:.3f}", "preference/accuracy": "accuracy {:.0%}", "preference/margin": "margin {:.3f}"}
         return [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
     fields = [f"reward {metrics['reward/mean']:.3f}"]
     if "staleness/mean" in metrics:
