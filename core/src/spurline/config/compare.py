@@ -61,8 +61,7 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
         Difference(key, stored, value, _settled(_mark_of(key, marks), stored, value))
         for key, stored, value in _changes(before, now, "", wholes)
         # Skip a top-level section that only one side has, since its plugin is not enabled on the other side. Also skip
-        # a deeper key that only one side has and that is null there, since a plugin adds it to a section of core, and
-        # one that an earlier version did not have and that has its default.
+        # a deeper key that is new and has its default, or that only one side has and that is null there.
         if _ABSENT not in (stored, value)
         or ("." in key and None not in (stored, value) and not (stored == _ABSENT and key in plain))
     ]
