@@ -252,7 +252,7 @@ def test_what_is_refused_of_rollouts(rl_config: Config, changes: Config, says: s
         (
             {"loss": "ppo"},
             "loss.name is ppo, which needs advantages, old_logprobs, but the batches of source 'sft' have of such "
-            "columns: (none). Sources for losses on advantages: rollouts.",
+            "columns: (none). Choose another loss or source.",
         ),
         ({"model.init": "random", "model.config_overrides": {"vocab_size": 50}}, "and the model knows 0 to 49"),
     ],

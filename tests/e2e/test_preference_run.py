@@ -140,6 +140,8 @@ def test_stored_logprobs_of_the_reference_train_as_computed_ones_and_are_read_ag
     config = request.getfixturevalue(f"{kind}_config") | {"plugins": ["collation_fast"], "steps": 3}
     config["tokenization"] = {"cache_dir": str(tmp_path / "cache")}
     stored = {**config, "source": {"name": kind, "reference": "precompute"}}
+    # Plans count no memory for a reference model whose values are stored.
+    assert [load_config(each).config.frozen_roles for each in (config, stored)] == [{"reference"}, set()]
     computed = train(config, name="computed")
     first = train(stored, name="stored")
     assert numbers(first.lines) == numbers(computed.lines)
@@ -216,6 +218,7 @@ def test_a_resume_with_other_stored_values_of_the_reference_is_refused(
     preference_config: Config, tmp_path: Path
 ) -> None:
     config = {**preference_config, "evaluation": {}, "source": {"name": "preference", "reference": "precompute"}}
+    del config["data"]["eval"]
     config["model"] = {"path": str(shutil.copytree(config["model"]["path"], tmp_path / "model"))}
     run = train(config, steps=2)
     # Without a token cache, the values are in the run directory.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spurline.protocols.loss import Distribution
+from spurline_models.losses.distributions import Distribution
 
 
 class ReadsEverything:

@@ -150,13 +150,6 @@ class ModelConfig(WeightsConfig):
     """Models that are not trained, by the role in which losses, sources and rewards use them, such as `teacher`. The
     role `reference` is the trained model as it was when the run began, unless it is given here."""
 
-    def playing(self, role: str) -> ModelConfig:
-        """Return the settings with which the model of a role is loaded: one of `frozen`, or else this model's."""
-        frozen = self.frozen.get(role)
-        if frozen is None:
-            return self
-        return ModelConfig.model_construct(**dict(frozen), allow_extrapolation=self.allow_extrapolation)
-
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         for role in sorted(run.frozen_roles - self.frozen.keys() - {"reference"}):
             yield Problem(

@@ -94,17 +94,14 @@ def build_data(
 
 def _check_columns(config: RunConfig, registry: Registry, setting: str, loss: Loss) -> None:
     """Raise ConfigError if the source's batches lack a column that the loss needs."""
-    has, kind = {*config.source.facts.columns, *config.source.facts.carried}, loss.config.trains_on
+    has = {*config.source.facts.columns, *config.source.facts.carried}
     missing = columns_from_source(loss) - {*TOKEN_COLUMNS, *has}
     if missing:
-        fitting = {name: registry.get("loss", name).config.trains_on == kind for name in registry.names("loss")}
-        sources = (registry.get("source", name) for name in registry.names("source"))
-        found = (source.name for source in sources if fitting.get(source.config.run_defaults.get("loss", "")))
         raise ConfigError.at(
             f"{setting}.name",
             f"is {loss.config.name}, which needs {listing(missing)}, but the batches of source '{config.source.name}' "
-            f"have of such columns: {listing(has)}. Sources for losses on {kind}: {listing(found)}. A source of "
-            "rollouts passes numbers of the rows on with source.carry, and your own names them in SourceFacts.columns.",
+            f"have of such columns: {listing(has)}. Choose another loss or source. A source of rollouts passes numbers "
+            "of the rows on with source.carry, and your own source names its columns in SourceFacts.columns.",
         )
 
 

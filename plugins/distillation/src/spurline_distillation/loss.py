@@ -21,8 +21,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spurline.protocols.loss import Distribution, TokenLossInputs
+from spurline.protocols.loss import TokenLossInputs
 from spurline_distillation.configs import TOP_IDS, TOP_LOGPROBS, DistillationConfig
+from spurline_models.losses.distributions import Distribution
 
 DIVERGENCE = "distillation/divergence"
 _RAREST = 1e-7

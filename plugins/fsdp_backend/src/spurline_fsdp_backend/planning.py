@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.optimizer import num_values
-from spurline_models.architecture import load_model_config, num_experts
+from spurline_models.architecture import load_model_config, model_of, num_experts
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.memory import COMPUTED_BYTES, ShapeByName, Shapes, frozen_shapes, model_shapes, pinned_bytes
 from spurline_models.optimizers.groups import check_groups
@@ -56,7 +56,7 @@ def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
     """Raise ConfigError if the ranks cannot divide the model, or ModelError if the model's config cannot be read."""
     problems: list[Problem] = []
     for role in ("policy", *run.model.frozen):
-        model, of_model = load_model_config(run.model.playing(role)).get_text_config(), ""
+        model, of_model = load_model_config(model_of(run.model, role)).get_text_config(), ""
         divided = {"context": (_heads(model), "attention heads"), "expert": (num_experts(model), "experts")}
         if role != "policy":
             of_model = f" of model.frozen.{role}"

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from spurline.digests import FileDigest
 from spurline.files import private_folder
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import ENTROPY, Objective, ReadsLogits
+from spurline.protocols.loss import ENTROPY, Objective
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import (
     ShardedStreamModel,
@@ -38,12 +38,14 @@ from spurline_fsdp_backend.trained_model import SavedModel, ShardedTrainedModel,
 from spurline_models.abilities import check_generates
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
+from spurline_models.architecture import model_of
 from spurline_models.dealing import RankShare, Rows
 from spurline_models.device_profile import seed_generators
 from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.frozen import naming_frozen
 from spurline_models.generation import generate_greedily, stop_tokens
 from spurline_models.loading import check_config
+from spurline_models.losses.distributions import ReadsLogits
 from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import TokenStream, share_streams
@@ -206,7 +208,7 @@ class FsdpRank(RankWorker):
                 self._place.doing(f"loading the {role} model")
                 with naming_frozen(model, role):
                     pin = partial(self._policy.pinned.check, role, model=model)
-                    playing = model.playing(role)
+                    playing = model_of(model, role)
                     frozen = build_frozen(playing, self._config, self._meshes, self._run.seed, pin)
                     if role in model.frozen:
                         check_sharded(frozen, self._config, self._profile, playing.path)

@@ -24,7 +24,7 @@ from spurline.protocols.optimizer import OptimizerConfig
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import held_parameters, padded_vocabulary
-from spurline_models.architecture import load_model_config
+from spurline_models.architecture import load_model_config, model_of
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.frozen import naming_frozen
 from spurline_models.memory import COMPUTED_BYTES
@@ -89,7 +89,7 @@ def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
 
 def _architecture(run: RunConfig, role: Role) -> Architecture:
     with naming_frozen(run.model, role):
-        model = run.model.playing(role)
+        model = model_of(run.model, role)
         return read_architecture(load_model_config(model), model.head)
 
 

@@ -22,7 +22,7 @@ from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import ENTROPY, Objective, ReadsLogits, TokenLossInputs
+from spurline.protocols.loss import ENTROPY, Objective, TokenLossInputs
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.checkpoint import SavedModel, save, weights_digest
 from spurline_megatron_backend.core_attention import Rotary
@@ -37,10 +37,11 @@ from spurline_megatron_backend.stages import StagedModel, Visit
 from spurline_megatron_backend.trained_model import TrainedModel
 from spurline_megatron_backend.weight_gathering import WeightsOfRanks
 from spurline_models.accumulate import StepSums, SumsPart, logprob_table
-from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.architecture import build_without_memory, load_model_config, model_of
 from spurline_models.dealing import RankShare, Rows
 from spurline_models.experts.router_replay import ExpertLoads, no_routers
 from spurline_models.frozen import naming_frozen
+from spurline_models.losses.distributions import ReadsLogits
 from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline_models.streams.token_logprobs import LogitReading
 from spurline_models.streams.token_stream import TokenStream, share_streams
@@ -244,7 +245,7 @@ class MegatronRank(RankWorker):
 
     def _load_frozen(self, role: Role) -> StagedModel:
         self._place.doing(f"loading the {role} model")
-        settings, architecture, rotary = self._run.model.playing(role), self._architecture, self._rotary
+        settings, architecture, rotary = model_of(self._run.model, role), self._architecture, self._rotary
         with naming_frozen(self._run.model, role):
             if role in self._run.model.frozen:
                 config = load_model_config(settings)

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spurline.protocols.loss import Distribution
+from spurline_models.losses.distributions import Distribution
 from spurline_models.streams.token_logprobs import TokenLogprobs
 
 _IMPOSSIBLE = -1e4

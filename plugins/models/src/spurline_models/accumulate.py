@@ -14,10 +14,11 @@ from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import LossSums, Role
-from spurline.protocols.loss import MetricValues, Objective, ReadsLogits, TokenLossInputs
+from spurline.protocols.loss import MetricValues, Objective, TokenLossInputs
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_replay import ExpertLoads, Loads
+from spurline_models.losses.distributions import ReadsLogits
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode
 from spurline_models.streams.token_logprobs import LogitReading, ReadStates
 from spurline_models.streams.token_stream import TokenStream

@@ -19,6 +19,7 @@ from transformers import (
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing, suggestion
+from spurline.protocols.backend import Role
 from spurline_text.hub import finding, refuse_adapter
 from spurline_text.tokenizer import describe_missing
 
@@ -54,6 +55,14 @@ def experts_per_token(config: PretrainedConfig) -> int | None:
 def _count(config: PretrainedConfig, names: Sequence[str]) -> int | None:
     counts = (getattr(config, name, None) for name in names)
     return next((count for count in counts if isinstance(count, int) and count), None)
+
+
+def model_of(model: ModelConfig, role: Role) -> ModelConfig:
+    """Return the settings with which the model of a role is loaded: those of `model.frozen`, or else `model` itself."""
+    frozen = model.frozen.get(role)
+    if frozen is None:
+        return model
+    return ModelConfig.model_construct(**dict(frozen), allow_extrapolation=model.allow_extrapolation)
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from spurline.config.run_config import FrozenModelConfig, ModelConfig, RunConfig
 from spurline.errors import ModelError
 from spurline.protocols.backend import Role
-from spurline_models.architecture import build_without_memory, load_model_config
+from spurline_models.architecture import build_without_memory, load_model_config, model_of
 from spurline_models.loading import check_config, check_weights_fit, quiet_loading
 from spurline_models.streams.stream_model import StreamModel
 from spurline_text.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ def check_frozen(run: RunConfig) -> None:
     """
     for role in run.model.frozen:
         with naming_frozen(run.model, role):
-            model = run.model.playing(role)
+            model = model_of(run.model, role)
             causal = build_without_memory(load_model_config(model), model)
             check_config(causal, model.path, run.data.max_length)
             with quiet_loading():

@@ -24,6 +24,7 @@ from spurline_models.architecture import (
     build_without_memory,
     decoder_layers,
     load_model_config,
+    model_of,
     output_layer,
     vocabulary_size,
 )
@@ -113,7 +114,7 @@ def frozen_shapes(run: RunConfig, lora: LoraConfig | None) -> dict[Role, Shapes]
     With adapters, the default reference is the trained model with its adapters switched off.
     """
     shared = set() if lora is None else {"reference"} - run.model.frozen.keys()
-    return {role: model_shapes(run.model.playing(role), None) for role in sorted(run.frozen_roles - shared)}
+    return {role: model_shapes(model_of(run.model, role), None) for role in sorted(run.frozen_roles - shared)}
 
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:

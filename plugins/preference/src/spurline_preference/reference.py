@@ -23,7 +23,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.files import write_bytes, write_errors
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.source import SourceContext
-from spurline_models.architecture import load_model_config
+from spurline_models.architecture import load_model_config, model_of
 from spurline_models.weight_files import safetensors_files
 
 FOLDER = "reference_logprobs"
@@ -95,7 +95,7 @@ def file_of(context: SourceContext, tokens: str) -> Path:
 
 def _digest_of_model(run: RunConfig) -> str:
     """Return a digest of the reference model's weights and config."""
-    model = run.model.playing("reference")
+    model = model_of(run.model, "reference")
     digest = xxhash.xxh3_128(load_model_config(model).to_json_string(use_diff=False).encode())
     if model.init == "random":
         digest.update(str(run.seed).encode())

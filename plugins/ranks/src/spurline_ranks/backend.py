@@ -23,7 +23,7 @@ from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
 from spurline_models.abilities import check_played, check_trained
 from spurline_models.accumulate import SumsPart, describe_failure
-from spurline_models.architecture import load_model_config
+from spurline_models.architecture import load_model_config, model_of
 from spurline_models.dealing import Dealing, deal
 from spurline_models.experts.router_replay import check_replayed, load_metrics, without_routing
 from spurline_models.lengths import length_limit
@@ -160,7 +160,7 @@ class RankBackend:
     def _deal(self, batch: TrainingBatch, needs: Collection[str], role: Role = "policy") -> Dealing:
         config = self._model_configs.get(role)
         if config is None:
-            config = self._model_configs[role] = load_model_config(self._run.model.playing(role))
+            config = self._model_configs[role] = load_model_config(model_of(self._run.model, role))
         text, limit = config.get_text_config(), length_limit(config)
         columns = [name for name in needs if name != ENTROPY]
         # These are checked here because an error in a rank ends all ranks.

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ModelError, suggestion
 from spurline.protocols.backend import Role
+from spurline_models.architecture import model_of
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.frozen import naming_frozen
 from spurline_models.kernels import change_computing
@@ -209,7 +210,7 @@ class WeightPlacement:
             CheckpointError: If its weights are not those that the run used before.
             ModelError: If it cannot be loaded, or fails in the probe.
         """
-        model, config, profile = self._run.model.playing(role), self._config, self._profile
+        model, config, profile = model_of(self._run.model, role), self._config, self._profile
         with naming_frozen(self._run.model, role), profile.keeping_generators():
             narrow = config.narrow_weights or (role in self._run.model.frozen and profile.autocast_dtype is not None)
             change = partial(self._make_frozen, model=model, narrow=narrow)

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import ENTROPY, Distribution, ReadsLogits
+from spurline.protocols.loss import ENTROPY
 from spurline_models.architecture import find_decoder
+from spurline_models.losses.distributions import Distribution, ReadsLogits
 from spurline_models.streams.token_stream import TokenStream
 
 LOGPROBS = "logprobs"

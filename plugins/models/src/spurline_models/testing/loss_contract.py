@@ -12,8 +12,9 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.reference import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.loss import Loss, MetricValues, PreparesBatch, ReadsLogits, TokenLossInputs
+from spurline.protocols.loss import Loss, MetricValues, PreparesBatch, TokenLossInputs
 from spurline.testing.samples import PAD, make_view
+from spurline_models.losses.distributions import ReadsLogits
 from spurline_models.streams.token_logprobs import WholeDistribution
 
 PAIR_IDS = "pair_ids"
