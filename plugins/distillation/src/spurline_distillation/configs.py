@@ -19,7 +19,7 @@ TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 
 
 class TeachersSettings(Section):
-    """Which teacher a row has."""
+    """Settings that choose the teacher of a row."""
 
     teacher: str = "teacher"
     """Role of the teacher: a key of `model.frozen`, or `reference`."""

@@ -184,7 +184,7 @@ class PromptSourceConfig(SourceConfig):
     """Columns of the training data with numbers or booleans. Advantages read them from `Group.columns`. A loss that
     lists such a column in `needs` gets it as a float32 column of the batch."""
     scorers: Annotated[tuple[Annotated[ScorerConfig, Component("scorer")], ...], OnResume.BY_NAME] = ()
-    """What each finished group goes through, in order, such as a served model that adds its logprobs."""
+    """Components that each finished group goes through, in order, such as a served model that adds its logprobs."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Penalty on responses that are almost as long as allowed; null for none."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None

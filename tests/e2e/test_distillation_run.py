@@ -1,0 +1,50 @@
+"""Runs that learn from teachers go on after a stop as if nothing had happened, and learn what the teacher knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import Config, assert_pieces_equal_the_whole, train
+
+from spurline_models.testing import write_tiny_model
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> dict[str, Any]:
+    return {"teacher": {"path": str(write_tiny_model(tmp_path / "teacher", seed=5))}}
+
+
+def learning(config: Config, frozen: dict[str, Any], **changes: Any) -> Config:
+    model = {**config["model"], "frozen": frozen}
+    return {**config, "plugins": [*config.get("plugins", []), "distillation"], "model": model, **changes}
+
+
+PRIVILEGED = {"name": "privileged_prompt", "text": "{question} It is {reference}."}
+
+
+@pytest.mark.parametrize("how", ["advantages", "privileged", "distributions"])
+def test_a_stopped_run_on_the_policys_own_answers_goes_on_as_the_whole(
+    rl_config: Config, frozen: dict[str, Any], tmp_path: Path, how: str
+) -> None:
+    of_source: dict[str, Any] = {"advantage": {"name": "teacher", "reward": "grpo", "reward_weight": 0.1}}
+    if how == "privileged":
+        of_source["scorers"] = [PRIVILEGED]
+    loss = {"loss": {"name": "distillation", "divergence": "reverse_kl", "top_k": 8}} if how == "distributions" else {}
+    source = {**rl_config["source"], **({} if loss else of_source)}
+    config = learning(rl_config, frozen, source=source, **loss)
+    assert_pieces_equal_the_whole(config, tmp_path, stops=[1])
+
+
+def test_the_divergence_from_the_teacher_falls_on_the_tokens_of_the_data_and_a_stopped_run_is_the_whole(
+    base_config: Config, frozen: dict[str, Any], tmp_path: Path
+) -> None:
+    loss = {"name": "distillation", "divergence": "jensen_shannon", "temperature": 1.5, "cross_entropy": 0.1}
+    data = {**base_config["data"], "eval": base_config["data"]["train"]}
+    evaluation = {"every_steps": 4}
+    config = learning(base_config, frozen, loss=loss, steps=8, data=data, evaluation=evaluation)
+    assert_pieces_equal_the_whole(config, tmp_path, stops=[3])
+    lines = train({**config, "run_dir": str(tmp_path / "again")}).lines
+    assert lines[-1]["distillation/divergence"] < lines[0]["distillation/divergence"]
+    assert {"eval/loss", "eval/objective", "eval/distillation/divergence"} <= lines[-1].keys()
