@@ -37,7 +37,8 @@ def synchronous(config: Mapping[str, Any]) -> Config:
     source = {name: value for name, value in config["source"].items() if name not in ONLY_ASYNC}
     shared = {name: source["engine"][name] for name in ("precision",) if name in source["engine"]}
     engine = source["engine"] if source["engine"]["name"] == "in_process" else {**IN_PROCESS, **shared}
-    return {**config, "plugins": [], "source": {**source, "name": "rollouts", "engine": engine}}
+    plugins = [name for name in config["plugins"] if name != "async_rl"]
+    return {**config, "plugins": plugins, "source": {**source, "name": "rollouts", "engine": engine}}
 
 
 def comparable(run: Trained | Path | str) -> list[dict[str, Any]]:
