@@ -43,7 +43,8 @@ def test_the_divergence_from_the_teacher_falls_on_the_tokens_of_the_data_and_a_s
     loss = {"name": "distillation", "divergence": "jensen_shannon", "temperature": 1.5, "cross_entropy": 0.1}
     data = {**base_config["data"], "eval": base_config["data"]["train"]}
     evaluation = {"every_steps": 4}
-    config = learning(base_config, frozen, loss=loss, steps=8, data=data, evaluation=evaluation)
+    checkpoint = {"every_steps": 4, "keep_best": "eval/loss"}
+    config = learning(base_config, frozen, loss=loss, steps=8, data=data, evaluation=evaluation, checkpoint=checkpoint)
     assert_pieces_equal_the_whole(config, tmp_path, stops=[3])
     lines = train({**config, "run_dir": str(tmp_path / "again")}).lines
     assert lines[-1]["distillation/divergence"] < lines[0]["distillation/divergence"]

@@ -23,6 +23,7 @@ from spurline.update.update import with_prepared, with_reference_logprobs
 from spurline_models.accumulate import total_by_name
 from spurline_models.losses.configs import CrossEntropyConfig, LossEvaluationConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_models.losses.distributions import ReadsLogits
 from spurline_text.sources.sft import SampleSet, longest_sample, note_of_shared
 
 _NLL = CrossEntropy(CrossEntropyConfig())
@@ -52,8 +53,8 @@ class LossEvaluation(MeasuresSamples):
 
     def metrics(self) -> Collection[str] | None:
         loss = self._context.loss
-        if loss.needs:
-            # The loss needs columns of the source, so its metrics are not known yet.
+        if loss.needs or isinstance(loss, ReadsLogits):
+            # The loss needs columns of the source, or makes columns of logits, so its metrics are not known yet.
             return None
         nothing = TokenLossInputs(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, {}, None)
         return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}
