@@ -164,7 +164,7 @@ class FsdpRank(RankWorker):
         balance = None
         if self._balance is not None and role == "policy":
             balance = self._balance / share.num_sequences
-        sums = accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance)
+        sums = accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance=balance)
         self._give_back_read(objective)
         return sums.fetch()[0]
 

@@ -243,7 +243,7 @@ class LocalBackend:
         balance = None
         if self._balance is not None and role == "policy":
             balance = self._balance / batch.num_trained_segments
-        return accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance)
+        return accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance=balance)
 
     def _streams(
         self, batch: TrainingBatch, needs: Collection[str], model: StreamModel | None = None
