@@ -121,7 +121,7 @@ class HiddenGPT(GPTModel):
             if reading is not None:
                 raise NO_LOGITS
             return self.value_head(hidden), None, {}
-        if reading is None:
+        if reading is None or part.is_idle:
             return *self.score(hidden, part.targets, want_entropy, temperature, part.support), {}
         return self.score.read(hidden, part, reading, want_entropy, temperature)
 

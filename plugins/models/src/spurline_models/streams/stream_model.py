@@ -248,7 +248,8 @@ class StreamModel:
     ) -> TokenLossInputs:
         """Return the inputs of a loss with these `needs` for the stream. `reading` is for a loss that reads logits."""
         hidden, wanted, columns = self._states(stream), ENTROPY in needs, stream.columns
-        if reading is None:
+        # No loss is computed on an idle stream, whose columns have no values.
+        if reading is None or stream.is_idle:
             logprobs, entropy = self.score(hidden, stream.targets, wanted, temperature, stream.support)
         else:
             logprobs, entropy, values = self.score.read(hidden, stream, reading, wanted, temperature)
