@@ -35,7 +35,7 @@ from spurline_fsdp_backend.sharded_model import (
     model_tensors,
 )
 from spurline_fsdp_backend.trained_model import SavedModel, ShardedTrainedModel, save
-from spurline_models.abilities import check_generates
+from spurline_models.abilities import check_generates, check_played
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import model_of
@@ -194,6 +194,7 @@ class FsdpRank(RankWorker):
     def _playing(self, role: Role) -> Iterator[StreamModel]:
         """Yield the model of this role, for forward passes."""
         model = self._run.model
+        check_played(role, model)
         if role in self._trained:
             yield self._trained[role].model
         elif role not in model.frozen and self._config.lora is not None:

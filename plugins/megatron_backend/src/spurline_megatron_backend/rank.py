@@ -36,6 +36,7 @@ from spurline_megatron_backend.router_replay import router_choices
 from spurline_megatron_backend.stages import StagedModel, Visit
 from spurline_megatron_backend.trained_model import TrainedModel
 from spurline_megatron_backend.weight_gathering import WeightsOfRanks
+from spurline_models.abilities import check_played
 from spurline_models.accumulate import StepSums, SumsPart, logprob_table
 from spurline_models.architecture import build_without_memory, load_model_config, model_of
 from spurline_models.dealing import RankShare, Rows
@@ -229,6 +230,7 @@ class MegatronRank(RankWorker):
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StagedModel]:
         """Yield the model of this role, which is on the device, for forward passes."""
+        check_played(role, self._run.model)
         if role in self._trained:
             yield self._trained[role].model
             return

@@ -41,8 +41,6 @@ Reading = Literal["stream", "rows"]
 with the model's own attention. Models need `rows` if they mix tokens outside of attention (linear attention, state
 spaces, convolutions), or if their attention cannot be replaced."""
 
-NO_LOGITS = ModelError("The loss reads logits, and a model with a value head has none. Choose another `critic.loss`.")
-
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 """The measured number of padding tokens that cost as much time as one pass of a decoder, by type of device."""
 
@@ -271,7 +269,7 @@ class ValueModel(StreamModel):
         The critic's routers always choose experts themselves, since no engine has run the critic.
         """
         if reading is not None:
-            raise NO_LOGITS
+            raise no_logits()
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, num_fill=stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
         values = self.head(hidden)
@@ -282,6 +280,11 @@ class ScoreModel(ValueModel):
     """A decoder with a score head. In its loss inputs, `logprobs` has the score after each token."""
 
     reads_tokens = True
+
+
+def no_logits() -> ModelError:
+    """Return the error for a loss that reads logits of a model with another head."""
+    return ModelError("The loss reads logits, and a model with a value head has none. Choose another loss.")
 
 
 @contextmanager
