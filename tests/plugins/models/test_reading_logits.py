@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
+from expert_models import EXPERTS, LAYERS, TOP_K, random_experts, replaying_source, with_experts
+from torch import Tensor
 
 from spurline import load_config
 from spurline.config.run_config import CriticConfig, ModelConfig
@@ -19,8 +22,9 @@ from spurline_distillation.configs import DistillationConfig
 from spurline_distillation.loss import Distillation
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.losses.distributions import Distribution
 from spurline_models.optimizers.configs import AdamWConfig
-from spurline_models.testing.inputs import write_tiny_model
+from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
 from spurline_models.trainable import check_reading, check_trainable
 from spurline_reward_models.configs import BradleyTerryConfig
 
@@ -124,3 +128,23 @@ def test_an_advantage_cannot_read_logprobs_of_a_score_head() -> None:
     }
     with pytest.raises(ConfigError, match=r"advantage\.name is teacher, which reads the logprobs of 'teacher'"):
         load_config(settings)
+
+
+@pytest.mark.parametrize("role", ["reference", "teacher"])
+def test_a_teacher_of_its_own_chooses_its_own_experts(tmp_path: Path, role: str) -> None:
+    experts = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    policy, teacher = (write_tiny_moe_model(tmp_path / str(seed), seed=seed, **experts) for seed in (0, 7))
+    samples = make_samples([9, 12], loss_share=1.1)
+    plain = lay_out(samples)
+    model = ModelConfig.model_validate({"path": str(policy), "frozen": {role: {"path": str(teacher)}}})
+    backend = local_backend(policy, run={"model": model, "source": replaying_source()})
+    found: list[Tensor] = []
+
+    class Noting(Distillation):
+        def from_logits(self, policy: Distribution, others: Any, columns: Any) -> dict[str, Tensor]:
+            found.append(others[role].logprobs)
+            return super().from_logits(policy, others, columns)
+
+    for batch in (plain, with_experts(plain, random_experts(samples))):
+        backend.evaluate(batch, Objective(Noting(DistillationConfig(teacher=role)), 1.0))
+    torch.testing.assert_close(*found)

@@ -211,6 +211,7 @@ class FsdpRank(RankWorker):
                     pin = partial(self._policy.pinned.check, role, model=model)
                     playing = model_of(model, role)
                     frozen = build_frozen(playing, self._config, self._meshes, self._run.seed, pin)
+                    frozen.replays = role not in model.frozen
                     if role in model.frozen:
                         check_sharded(frozen, self._config, self._profile, playing.path)
                     else:

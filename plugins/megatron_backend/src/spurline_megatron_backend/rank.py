@@ -168,13 +168,8 @@ class MegatronRank(RankWorker):
             readings: list[LogitReading] = []
             if isinstance(loss, ReadsLogits):
                 # A pipeline runs one model at a time. The output layers of the others are used until the end.
-                # A model of its own has other experts than the engine chose from.
-                free = [(rows, replace(stream, routed_experts=None)) for rows, stream in streams]
                 others = {
-                    role: used.enter_context(self._playing(role)).states(
-                        streams if role == "reference" else free, doing
-                    )
-                    for role in loss.reads_logits
+                    role: used.enter_context(self._playing(role)).states(streams, doing) for role in loss.reads_logits
                 }
                 readings = [
                     LogitReading(loss, {role: states[number] for role, states in others.items() if states})
@@ -207,12 +202,18 @@ class MegatronRank(RankWorker):
         )
 
     def _model(
-        self, model_config: ModelConfig, architecture: Architecture, rotary: Rotary, *, critic: bool = False
+        self,
+        model_config: ModelConfig,
+        architecture: Architecture,
+        rotary: Rotary,
+        *,
+        critic: bool = False,
+        replays: bool = True,
     ) -> tuple[StagedModel, list[Tensor], str]:
         """Return a model with the weights from the files, these weights in fp32, and the digest of the fp32 weights."""
         groups = self._groups
         parts = build_parts(architecture, self._config, groups, critic=critic)
-        choices = router_choices(parts, groups.tensor, replay=not critic)
+        choices = router_choices(parts, groups.tensor, replay=replays and not critic)
         held = held_parameters(architecture, groups.grid, groups.place, critic=critic)
         model = StagedModel(parts, held, groups.grid, self._sharing, rotary, choices, reads_tokens=architecture.scores)
         pairs = model.parameters()
@@ -252,7 +253,9 @@ class MegatronRank(RankWorker):
             if role in self._run.model.frozen:
                 config = load_model_config(settings)
                 architecture, rotary = read_architecture(config, settings.head), self._rotary_of(config)
-            model, _, found = self._model(settings, architecture, rotary)
+            # A model of its own has other experts than the engine chose from.
+            replays = role not in self._run.model.frozen
+            model, _, found = self._model(settings, architecture, rotary, replays=replays)
             for _, parameter in model.parameters():
                 parameter.requires_grad_(False)
             self._policy.pinned.check(role, found, self._run.model)

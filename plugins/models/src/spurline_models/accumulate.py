@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -68,9 +68,7 @@ def _reading(
         # Without its adapters, the policy itself may play the reference. Its experts are not counted twice.
         # `playing` may load and probe the model, which autocast would disturb.
         with playing(role) as other, profile.computing(), other.counting_experts(), evaluation_mode(other.causal):
-            # A model of its own has other experts than the engine chose from.
-            read = stream if role == "reference" else replace(stream, routed_experts=None)
-            others[role] = ReadStates(other.score, other.states(read))
+            others[role] = ReadStates(other.score, other.states(stream))
     return LogitReading(loss, others)
 
 

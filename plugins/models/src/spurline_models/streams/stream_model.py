@@ -61,6 +61,8 @@ class StreamModel:
         self.causal = causal
         self.reading: Reading = "stream"
         """How the decoder reads a stream. The probe sets it."""
+        self.replays = True
+        """Whether routers take the experts that an engine chose. A model of its own has other experts."""
         causal.set_attn_implementation(ATTENTION_NAME)
         head = output_layer(causal)
         if head is None:
@@ -238,7 +240,8 @@ class StreamModel:
         return self._states(stream)
 
     def _states(self, stream: TokenStream) -> Tensor:
-        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
+        experts = stream.routed_experts if self.replays else None
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, experts, stream.num_fill)
         return hidden.index_select(0, stream.source)
 
     def loss_inputs(
