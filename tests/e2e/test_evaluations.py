@@ -10,14 +10,17 @@ import reward_functions
 from fake_plugins import FakePlugins
 from reward_functions import in_process
 from run_helpers import Config, Spurline, assert_problem, fail, fail_at, kept_steps, read_metrics, train
+from torch import Tensor
 
 from spurline import load_config
 from spurline.config.loading import LoadedConfig
+from spurline.data.batch import TrainingBatch
 from spurline.errors import ConfigError, HookFailedError, NonFiniteLossError, PluginError
 from spurline.plugins import ComponentRegistrar
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.trackers.jsonl import read_json_lines
 from spurline_insight.report.record import evaluation_losses, evaluation_scores, read_record
+from spurline_models.losses.cross_entropy import DynamicFineTuning
 from spurline_models.losses.held_out import LossEvaluation
 from spurline_planning.plan import make_plan
 from spurline_rl.protocols.reward import RewardConfig
@@ -84,7 +87,16 @@ def test_each_evaluation_has_its_rhythm_and_its_names_everywhere(sft: Config) ->
     assert [line["loss"] for line in lines] == [line["loss"] for line in without.lines]
 
 
-def test_the_held_out_loss_is_the_log_likelihood_whatever_loss_trains(sft: Config) -> None:
+@pytest.mark.parametrize("prepares", [False, True])
+def test_the_held_out_loss_is_the_log_likelihood_whatever_loss_trains(
+    sft: Config, monkeypatch: pytest.MonkeyPatch, prepares: bool
+) -> None:
+    def doubled(loss: object, batch: TrainingBatch, logprobs: object) -> dict[str, Tensor]:
+        return {"loss_weights": 2 * batch.tokens["loss_weights"]}
+
+    if prepares:
+        monkeypatch.setattr(DynamicFineTuning, "prepares", frozenset({"loss_weights"}), raising=False)
+        monkeypatch.setattr(DynamicFineTuning, "prepare", doubled, raising=False)
     line = train(sft, loss="dft", steps=2).lines[-1]
     assert line["eval/all/loss"] == pytest.approx(line["eval/all/dft/cross_entropy"], rel=1e-6)
     assert 0 < line["eval/all/objective"] < line["eval/all/loss"]

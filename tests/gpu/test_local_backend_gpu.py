@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, no_other, write_model_folder
 from expert_models import random_experts, with_experts, write_expert_model
 
 from spurline.protocols.optimizer import OptimizerConfig
@@ -99,7 +99,7 @@ def test_experts_in_bf16_are_near_fp32_and_micro_batches_never_wait(tmp_path: Pa
     streams = list(backend._streams(batch, ()))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        accumulate_gradients(backend._model, streams, OBJECTIVE, backend._profile)
+        accumulate_gradients(backend._model, streams, OBJECTIVE, backend._profile, no_other)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

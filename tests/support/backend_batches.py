@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -96,6 +96,11 @@ def local_backend(model: Path | str, *, run: dict[str, Any] | None = None, **set
     config = LocalBackendConfig(**(defaults | settings))
     registry = PluginHost.load([]).registry
     return LocalBackend(config, run=run_config(model, **(run or {})), registry=registry, total_updates=10)
+
+
+def no_other(role: str) -> NoReturn:
+    """Stand for the other models of a run whose loss reads no logits."""
+    raise AssertionError(f"the loss reads the logits of '{role}'")
 
 
 def excite(backend: LocalBackend, seed: int = 0) -> LocalBackend:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from backend_batches import TINY_QWEN3, Sample, cross_entropy, lay_out, run_config, write_model_folder
+from backend_batches import TINY_QWEN3, Sample, cross_entropy, lay_out, no_other, run_config, write_model_folder
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -211,7 +211,7 @@ def count_step(
             optimization.optimizer.step()
             optimization.optimizer.zero_grad()
             with counts:
-                accumulate_gradients(model, [(np.arange(batch.num_rows), stream)], objective, profile)
+                accumulate_gradients(model, [(np.arange(batch.num_rows), stream)], objective, profile, no_other)
                 norm = trained.gradient_norm()
                 # Larger than the limit, so that gradients are clipped.
                 trained.step(norm, 2.0)

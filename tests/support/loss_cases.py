@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from backend_batches import lay_out, make_samples
+from backend_batches import VOCABULARY, lay_out, make_samples
 from every_run import SOAK
 from torch import Tensor
 
@@ -27,6 +27,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cross_entropy": {},
     "dft": {},
     "distillation": {"divergence": "jensen_shannon", "temperature": 1.5, "cross_entropy": 0.1},
+    "distillation:served": {"served": True, "divergence": "reverse_kl", "cross_entropy": 0.1},
     "dpo": {"beta": 0.5, "label_smoothing": 0.1, "sft_weight": 0.3},
     "simpo": {},
     "cpo": {},
@@ -44,6 +45,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "ppo_per_row": {},
     "ppo_entropy_target": {"entropy_target": 100.0},
 }
+"""Settings of each case. A case is the name of a loss, and may have a suffix after a colon."""
 REDUCE = {**REDUCTIONS, "fixed_norm": fixed_norm(16)}
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "tis": {"level": "sequence", "cap": 1.2},
@@ -74,7 +76,10 @@ def batch_for_all(local: Backend) -> TrainingBatch:
     labels = torch.tensor([1, -1, -1, 0, 1, 0, 1, -1, 0, 1])[:, None].expand(-1, batch.length)
     bounds = torch.rand(3, batch.num_rows, 1, generator=generator).expand(-1, -1, batch.length)
     of_rows = dict(zip(("clip_low", "clip_high", "entropy_coefficients"), 0.3 * bounds, strict=True))
-    columns = {**others, **reference, **of_rows, "advantages": advantages, "returns": noise(1.0)}
+    top_ids = torch.rand(batch.num_rows, batch.length, VOCABULARY, generator=generator).argsort(-1)[..., :4].int()
+    top_logprobs = -1.5 - torch.rand(top_ids.shape, generator=generator)
+    served = {"teacher_top_ids": top_ids, "teacher_top_logprobs": top_logprobs}
+    columns = {**others, **reference, **of_rows, **served, "advantages": advantages, "returns": noise(1.0)}
     return batch.with_tokens(**columns, pair_ids=pair_ids, labels=labels, step_labels=noise(1.0))
 
 
@@ -86,11 +91,13 @@ class LossGradients:
         self.batch = batch_for_all(local)
         self._wanted: dict[tuple[str, str, str], dict[str, Tensor]] = {}
 
-    def assert_equal_those_of(self, backend: Backend, name: str) -> None:
+    def assert_equal_those_of(self, backend: Backend, listed: str) -> None:
         """This loss, with every reduction and correction it goes with."""
-        loss = REGISTRY.create("loss", REGISTRY.get("loss", name).config.model_validate({"name": name, **LOSSES[name]}))
+        name = listed.partition(":")[0]
+        settings = {"name": name, **LOSSES[listed]}
+        loss = REGISTRY.create("loss", REGISTRY.get("loss", name).config.model_validate(settings))
         for reduction, correction in _cases(name, loss.config.trains_on):
-            case = (name, reduction, correction)
+            case = (listed, reduction, correction)
             if case not in self._wanted:
                 self._wanted[case] = self._gradients(self._local, loss, reduction, correction)
             assert_gradients_close(self._gradients(backend, loss, reduction, correction), self._wanted[case], 1e-5)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backend_batches import cross_entropy, lay_out, make_samples
+from backend_batches import cross_entropy, lay_out, make_samples, no_other
 from expert_models import random_experts, with_experts, write_expert_model
 from model_families import family_of, tiny_model
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(model: StreamModel, stream: TokenStream, balance: float | None = None) -> Counted:
     with Counted() as counted:
-        accumulate_gradients(model, [(np.arange(1), stream)], cross_entropy(), PROFILE, balance)
+        accumulate_gradients(model, [(np.arange(1), stream)], cross_entropy(), PROFILE, no_other, balance=balance)
     return counted
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import excite, lay_out, local_backend, make_samples, no_other, write_model_folder
 from torch import Tensor, nn
 
 from spurline.data.batch import TrainingBatch
@@ -72,7 +72,7 @@ def test_gradients_and_sums_of_ranks_add_up_to_those_of_one_process(backend: Loc
     expected = list(backend.gradients(batch, objective))
     model, parts = backend._model, []
     for share in shares_of(batch, ranks):
-        sums = accumulate_gradients(model, share_streams(share, COLUMNS, PROFILE), objective, PROFILE)
+        sums = accumulate_gradients(model, share_streams(share, COLUMNS, PROFILE), objective, PROFILE, no_other)
         parts.append(sums.fetch()[0])
     # Gradients of all ranks have been added to the one model's, as a sum over ranks would.
     got = [(name, value.grad) for name, value in model.causal.named_parameters()]
@@ -98,9 +98,9 @@ def test_an_idle_rank_runs_the_model_and_gives_every_parameter_a_gradient_of_zer
     handle = model.decoder.register_forward_hook(lambda module, *_: runs.append(module))
     idle = [(np.zeros(0, np.int64), TokenStream.idle(COLUMNS, PROFILE))] * 2
     try:
-        sums = accumulate_gradients(model, idle, Objective(LOSS, 7.0), PROFILE)
+        sums = accumulate_gradients(model, idle, Objective(LOSS, 7.0), PROFILE, no_other)
         gradients = [value.grad for value in model.causal.parameters()]
-        evaluated = evaluation_sums(model, idle, Objective(LOSS, 1.0), PROFILE)
+        evaluated = evaluation_sums(model, idle, Objective(LOSS, 1.0), PROFILE, no_other)
         nothing = logprobs_of(model, idle, batch_of(), 1.0, PROFILE)
     finally:
         handle.remove()
@@ -117,7 +117,8 @@ def test_evaluation_and_logprobs_of_ranks_are_those_of_one_process(backend: Loca
     model = backend._model
     dealing = deal(batch, ranks, columns=COLUMNS, max_tokens=16, hidden=32)
     parts = [
-        evaluation_sums(model, share_streams(share, COLUMNS, PROFILE), objective, PROFILE) for share in dealing.shares
+        evaluation_sums(model, share_streams(share, COLUMNS, PROFILE), objective, PROFILE, no_other)
+        for share in dealing.shares
     ]
     got, wanted = SumsPart.join(parts).as_loss_sums(), backend.evaluate(batch, objective)
     assert got.loss == pytest.approx(wanted.loss, rel=1e-6)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from backend_batches import cross_entropy, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, no_other, write_model_folder
 from expert_models import write_expert_model
 from model_families import Family, family_of, taken_gradients, tiny_model
 from torch import Tensor
@@ -80,7 +80,7 @@ def as_a_batch(
     streams = [(rows, token_stream(batch, rows, (), PROFILE)) for rows in parts]
     balance = COEFFICIENT / batch.num_trained_segments
     kept = [(rows, stream) for rows, stream in streams if stream is not None]
-    sums = accumulate_gradients(model, kept, OBJECTIVE, PROFILE, balance).fetch()[0]
+    sums = accumulate_gradients(model, kept, OBJECTIVE, PROFILE, no_other, balance=balance).fetch()[0]
     assert sums.balance is not None
     return taken_gradients(model.causal), sums.balance / batch.num_trained_segments
 

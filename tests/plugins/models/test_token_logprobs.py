@@ -13,6 +13,7 @@ from backend_batches import VOCABULARY, cross_entropy, excite, lay_out, local_ba
 from read_distributions import ReadsEverything, expected_values, total_of
 from torch import nn
 
+from spurline.errors import ModelError
 from spurline_models.streams.token_logprobs import LogitReading, ReadStates, TokenLogprobs
 
 
@@ -70,6 +71,24 @@ def test_chunks_give_the_values_and_gradients_of_full_logits(
     got, wanted = torch.autograd.grad(total, inputs), torch.autograd.grad(expected_total, inputs)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_likely_token_of_a_support_has_the_gradient_of_its_logit_in_half_precision() -> None:
+    logits = torch.tensor([[9.0, 3.0, 1.0, 8.0]], dtype=torch.bfloat16, requires_grad=True)
+    exact = logits.detach().float().requires_grad_()
+    support, targets = torch.tensor([[1, 0, -1]]), torch.tensor([0])
+    TokenLogprobs(lambda hidden: hidden, 4)(logits, targets, support=support)[0].sum().backward()
+    exact[:, :2].log_softmax(-1)[:, 0].sum().backward()
+    assert logits.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(logits.grad.float(), exact.grad, rtol=2**-8, atol=0)
+
+
+def test_a_loss_cannot_make_a_column_that_the_batch_has() -> None:
+    stream: Any = SimpleNamespace(targets=torch.tensor([0]), columns={"scale": torch.ones(1)}, support=None)
+    loss: Any = SimpleNamespace(from_logits=lambda policy, others, columns: {"scale": 2 * columns["scale"]})
+    with pytest.raises(ModelError, match=r"makes scale, which its inputs already have"):
+        TokenLogprobs(nn.Linear(2, 3), 4).read(torch.ones(1, 2), stream, LogitReading(loss, {}), False, 1.0)
 
 
 @pytest.mark.parametrize("fused", [False, True])

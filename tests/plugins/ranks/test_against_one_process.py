@@ -51,7 +51,9 @@ def assert_same(pair: Pair, **lengths: Any) -> None:
 
 def test_no_loss_and_no_correction_of_core_is_left_out() -> None:
     for kind, listed in (("loss", LOSSES), ("correction", CORRECTIONS)):
-        assert {entry.name for entry in REGISTRY.entries() if entry.kind == kind} == set(listed)
+        assert {entry.name for entry in REGISTRY.entries() if entry.kind == kind} == {
+            each.partition(":")[0] for each in listed
+        }
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,8 @@ def wanted(tiny: Path, frozen: dict[str, Any]) -> Iterator[LossGradients]:
     params=[
         fsdp(1),
         pytest.param(fsdp(2), marks=soak),
-        fsdp(3),
+        # One rank has nothing to do in the last micro-batch.
+        fsdp(3, max_tokens_per_microbatch=48),
         megatron(2, tensor=2),
         pytest.param(megatron(2, pipeline=2, max_tokens_per_microbatch=48), marks=soak),
         pytest.param(megatron(2, context=2), marks=soak),

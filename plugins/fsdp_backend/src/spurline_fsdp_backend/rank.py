@@ -35,7 +35,7 @@ from spurline_fsdp_backend.sharded_model import (
     model_tensors,
 )
 from spurline_fsdp_backend.trained_model import SavedModel, ShardedTrainedModel, save
-from spurline_models.abilities import check_generates
+from spurline_models.abilities import check_generates, check_played
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import model_of
@@ -164,7 +164,7 @@ class FsdpRank(RankWorker):
         balance = None
         if self._balance is not None and role == "policy":
             balance = self._balance / share.num_sequences
-        sums = accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance)
+        sums = accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance=balance)
         self._give_back_read(objective)
         return sums.fetch()[0]
 
@@ -194,6 +194,7 @@ class FsdpRank(RankWorker):
     def _playing(self, role: Role) -> Iterator[StreamModel]:
         """Yield the model of this role, for forward passes."""
         model = self._run.model
+        check_played(role, model)
         if role in self._trained:
             yield self._trained[role].model
         elif role not in model.frozen and self._config.lora is not None:
@@ -210,6 +211,7 @@ class FsdpRank(RankWorker):
                     pin = partial(self._policy.pinned.check, role, model=model)
                     playing = model_of(model, role)
                     frozen = build_frozen(playing, self._config, self._meshes, self._run.seed, pin)
+                    frozen.replays = role not in model.frozen
                     if role in model.frozen:
                         check_sharded(frozen, self._config, self._profile, playing.path)
                     else:

@@ -23,7 +23,7 @@ from spurline_megatron_backend.grid import Grid, Place
 from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 from spurline_models.architecture import ScalarHead
-from spurline_models.streams.stream_model import NO_LOGITS
+from spurline_models.streams.stream_model import no_logits
 from spurline_models.streams.token_logprobs import LogitReading
 from spurline_models.streams.token_stream import TokenStream
 
@@ -119,9 +119,9 @@ class HiddenGPT(GPTModel):
         and the values of a loss that reads logits."""
         if self.score is None:
             if reading is not None:
-                raise NO_LOGITS
+                raise no_logits()
             return self.value_head(hidden), None, {}
-        if reading is None:
+        if reading is None or part.is_idle:
             return *self.score(hidden, part.targets, want_entropy, temperature, part.support), {}
         return self.score.read(hidden, part, reading, want_entropy, temperature)
 

@@ -36,6 +36,7 @@ from spurline_megatron_backend.router_replay import router_choices
 from spurline_megatron_backend.stages import StagedModel, Visit
 from spurline_megatron_backend.trained_model import TrainedModel
 from spurline_megatron_backend.weight_gathering import WeightsOfRanks
+from spurline_models.abilities import check_played
 from spurline_models.accumulate import StepSums, SumsPart, logprob_table
 from spurline_models.architecture import build_without_memory, load_model_config, model_of
 from spurline_models.dealing import RankShare, Rows
@@ -167,13 +168,8 @@ class MegatronRank(RankWorker):
             readings: list[LogitReading] = []
             if isinstance(loss, ReadsLogits):
                 # A pipeline runs one model at a time. The output layers of the others are used until the end.
-                # A model of its own has other experts than the engine chose from.
-                free = [(rows, replace(stream, routed_experts=None)) for rows, stream in streams]
                 others = {
-                    role: used.enter_context(self._playing(role)).states(
-                        streams if role == "reference" else free, doing
-                    )
-                    for role in loss.reads_logits
+                    role: used.enter_context(self._playing(role)).states(streams, doing) for role in loss.reads_logits
                 }
                 readings = [
                     LogitReading(loss, {role: states[number] for role, states in others.items() if states})
@@ -206,12 +202,18 @@ class MegatronRank(RankWorker):
         )
 
     def _model(
-        self, model_config: ModelConfig, architecture: Architecture, rotary: Rotary, *, critic: bool = False
+        self,
+        model_config: ModelConfig,
+        architecture: Architecture,
+        rotary: Rotary,
+        *,
+        critic: bool = False,
+        replays: bool = True,
     ) -> tuple[StagedModel, list[Tensor], str]:
         """Return a model with the weights from the files, these weights in fp32, and the digest of the fp32 weights."""
         groups = self._groups
         parts = build_parts(architecture, self._config, groups, critic=critic)
-        choices = router_choices(parts, groups.tensor, replay=not critic)
+        choices = router_choices(parts, groups.tensor, replay=replays and not critic)
         held = held_parameters(architecture, groups.grid, groups.place, critic=critic)
         model = StagedModel(parts, held, groups.grid, self._sharing, rotary, choices, reads_tokens=architecture.scores)
         pairs = model.parameters()
@@ -229,6 +231,7 @@ class MegatronRank(RankWorker):
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StagedModel]:
         """Yield the model of this role, which is on the device, for forward passes."""
+        check_played(role, self._run.model)
         if role in self._trained:
             yield self._trained[role].model
             return
@@ -250,7 +253,9 @@ class MegatronRank(RankWorker):
             if role in self._run.model.frozen:
                 config = load_model_config(settings)
                 architecture, rotary = read_architecture(config, settings.head), self._rotary_of(config)
-            model, _, found = self._model(settings, architecture, rotary)
+            # A model of its own has other experts than the engine chose from.
+            replays = role not in self._run.model.frozen
+            model, _, found = self._model(settings, architecture, rotary, replays=replays)
             for _, parameter in model.parameters():
                 parameter.requires_grad_(False)
             self._policy.pinned.check(role, found, self._run.model)

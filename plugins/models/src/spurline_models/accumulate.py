@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ def accumulate_gradients(
     objective: Objective,
     profile: DeviceProfile,
     playing: Playing,
+    *,
     balance: float | None = None,
 ) -> StepSums:
     """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters.
@@ -48,14 +49,16 @@ def accumulate_gradients(
     with model.counting_experts() as loads:
         sums = StepSums(loads)
         for rows, stream in streams:
+            reading = _reading(stream, objective, profile, playing)
             with profile.computing():
-                reading = _reading(stream, objective, playing)
                 total = _objective_of(model, rows, stream, objective, sums, balance, reading)
             total.backward()
     return sums
 
 
-def _reading(stream: TokenStream, objective: Objective, playing: Playing) -> LogitReading | None:
+def _reading(
+    stream: TokenStream, objective: Objective, profile: DeviceProfile, playing: Playing
+) -> LogitReading | None:
     """Return what a loss that reads logits needs of the other models, and None for another loss."""
     loss = objective.loss
     if not isinstance(loss, ReadsLogits):
@@ -63,10 +66,9 @@ def _reading(stream: TokenStream, objective: Objective, playing: Playing) -> Log
     others: dict[Role, ReadStates] = {}
     for role in loss.reads_logits:
         # Without its adapters, the policy itself may play the reference. Its experts are not counted twice.
-        with playing(role) as other, other.counting_experts(), evaluation_mode(other.causal):
-            # A model of its own has other experts than the engine chose from.
-            read = stream if role == "reference" else replace(stream, routed_experts=None)
-            others[role] = ReadStates(other.score, other.states(read))
+        # `playing` may load and probe the model, which autocast would disturb.
+        with playing(role) as other, profile.computing(), other.counting_experts(), evaluation_mode(other.causal):
+            others[role] = ReadStates(other.score, other.states(stream))
     return LogitReading(loss, others)
 
 
@@ -93,10 +95,11 @@ def evaluation_sums(
 ) -> SumsPart:
     """Return the sums over all streams, computed in evaluation mode without gradients, and not normalized."""
     sums = StepSums()
-    with evaluation_mode(model.causal), profile.computing():
+    with evaluation_mode(model.causal):
         for rows, stream in streams:
-            reading = _reading(stream, objective, playing)
-            inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature, reading)
+            reading = _reading(stream, objective, profile, playing)
+            with profile.computing():
+                inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature, reading)
             sums.add(rows, stream, inputs, objective)
     return sums.fetch()[0]
 

@@ -43,6 +43,11 @@ def check_frozen(run: RunConfig) -> None:
                 StreamModel(causal)
             check_weights_fit(model)
             _check_tokens(run.model, model)
+            if role in run.loss.roles and model.head != run.loss.head:
+                raise ModelError(
+                    f"model.head: is {model.head}, and loss '{run.loss.name}' reads this model with head: "
+                    f"{run.loss.head}. Change it, or choose another model."
+                )
 
 
 def _check_tokens(trained: ModelConfig, frozen: ModelConfig) -> None:

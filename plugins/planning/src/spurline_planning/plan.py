@@ -27,7 +27,7 @@ from spurline_models.lengths import position_limit
 from spurline_models.loading import check_weights_fit
 from spurline_models.memory import count_parameters
 from spurline_models.streams.token_stream import check_columns, check_tokens
-from spurline_models.trainable import check_losses
+from spurline_models.trainable import check_losses, check_reading
 from spurline_models.weight_files import check_weight_files
 from spurline_planning.data_preview.rows import ROW_LIMIT, facts_of, first_rows
 from spurline_planning.data_preview.terminal import marked
@@ -88,6 +88,7 @@ def make_plan(
         model = plan.attempt(lambda: _model(config.model))
         if model is not None:
             plan.attempt(lambda: backend.check_model(config))
+        plan.attempt(lambda: check_reading(config, loaded.host.registry))
         if backend.rank_request() is not None:
             plan.attempt(lambda: check_losses(config, loaded.host.registry))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]

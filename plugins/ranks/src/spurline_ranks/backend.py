@@ -29,7 +29,7 @@ from spurline_models.experts.router_replay import check_replayed, load_metrics, 
 from spurline_models.lengths import length_limit
 from spurline_models.placement.offloading import refuse
 from spurline_models.streams.token_stream import check_columns, check_tokens
-from spurline_models.trainable import check_losses
+from spurline_models.trainable import check_losses, check_reading
 from spurline_models.weight_buckets import MakerChoice, PublishedPart, WeightBucket
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.configs import RankBackendConfig
@@ -47,6 +47,7 @@ class RankBackend:
         # These checks come before the ranks start and read weights.
         config.check_model(run)
         check_losses(run, registry)
+        check_reading(run, registry)
         self._model_configs = {"policy": load_model_config(run.model)}
         self._is_device_given = False
         request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)

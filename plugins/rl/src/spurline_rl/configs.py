@@ -269,6 +269,13 @@ class PromptSourceConfig(SourceConfig):
 
     def _advantage_problems(self, run: RunConfig) -> Iterable[Problem]:
         advantage = self.advantage
+        for role in sorted(advantage.roles & run.model.frozen.keys()):
+            if run.model.frozen[role].head == "score":
+                yield Problem(
+                    "advantage.name",
+                    f"is {advantage.name}, which reads the logprobs of '{role}', and model.frozen.{role} has head: "
+                    "score. Use the language model.",
+                )
         if self.samples_per_prompt < advantage.smallest_group:
             yield Problem(
                 "advantage.name",

@@ -45,6 +45,7 @@ from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head, stream_model
 from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream
+from spurline_models.trainable import check_reading
 from spurline_models.weight_files import WeightStream, write_weight_files
 from spurline_models.weights import NamedWeights
 
@@ -58,6 +59,7 @@ class LocalBackend:
         self._config = config
         self._run = run
         check_libraries(config.lora, config.fp8)
+        check_reading(run, registry)
         # torch may see a GPU that this machine does not list, as on WSL.
         self._profile = device_profile("cuda" if config.on == "cuda" else config.device, config.computes_in)
         for problem in config.problems_on("cuda" if self._profile.device.type == "cuda" else "cpu"):
@@ -141,7 +143,6 @@ class LocalBackend:
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         self._memory.check_here("asked for logprobs")
-        check_played(role, self._run.model)
         if role in self._run.model.frozen:
             batch = without_routing(batch)
         with self._playing(role) as model:
@@ -243,7 +244,7 @@ class LocalBackend:
         balance = None
         if self._balance is not None and role == "policy":
             balance = self._balance / batch.num_trained_segments
-        return accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance)
+        return accumulate_gradients(trained.model, streams, objective, self._profile, self._playing, balance=balance)
 
     def _streams(
         self, batch: TrainingBatch, needs: Collection[str], model: StreamModel | None = None
@@ -298,6 +299,7 @@ class LocalBackend:
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
+        check_played(role, self._run.model)
         if role in ("policy", "critic"):
             yield self._model_to_train(role).model
         elif role not in self._run.model.frozen and self._config.lora is not None:

@@ -218,6 +218,7 @@ class WeightPlacement:
             policy.pinned.check(role, weights_digest(causal, profile.weight_dtype), self._run.model)
             causal.requires_grad_(False).eval()
             frozen = stream_model(model, causal, config.chunk_tokens, config.fuses_logprobs)
+            frozen.replays = role not in self._run.model.frozen
             if role not in self._run.model.frozen:
                 frozen.read_as(policy.model.reading)
             elif config.probe:

@@ -84,12 +84,15 @@ class LossEvaluation(MeasuresSamples):
                 batch = prefetch.next(number)
                 complete = with_prepared(with_reference_logprobs(batch, loss, backend), loss, backend)
                 sums = backend.evaluate(complete, Objective(loss, normalizer=1.0))
-                found = {"loss": sums.loss, **sums.metrics}
-                if not self._trains_as_measured:
+                found = {"loss": sums.loss, "objective": sums.loss, **sums.metrics}
+                counted = {**dict.fromkeys(found, sums.weight), **sums.metric_weights}
+                if self._trains_as_measured:
+                    del found["objective"], counted["objective"]
+                else:
+                    # A loss may change the weights of its own batch.
                     measured = backend.evaluate(batch, Objective(_NLL, normalizer=1.0))
-                    found |= {"loss": measured.loss, "objective": sums.loss}
-                totals = total_by_name([totals, found])
-                weights = total_by_name([weights, {name: sums.metric_weights.get(name, sums.weight) for name in found}])
+                    found["loss"], counted["loss"] = measured.loss, measured.weight
+                totals, weights = total_by_name([totals, found]), total_by_name([weights, counted])
                 batch.release()
         finally:
             prefetch.close()

@@ -41,8 +41,6 @@ Reading = Literal["stream", "rows"]
 with the model's own attention. Models need `rows` if they mix tokens outside of attention (linear attention, state
 spaces, convolutions), or if their attention cannot be replaced."""
 
-NO_LOGITS = ModelError("The loss reads logits, and a model with a value head has none. Choose another `critic.loss`.")
-
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 """The measured number of padding tokens that cost as much time as one pass of a decoder, by type of device."""
 
@@ -63,6 +61,8 @@ class StreamModel:
         self.causal = causal
         self.reading: Reading = "stream"
         """How the decoder reads a stream. The probe sets it."""
+        self.replays = True
+        """Whether routers take the experts that an engine chose. A model of its own has other experts."""
         causal.set_attn_implementation(ATTENTION_NAME)
         head = output_layer(causal)
         if head is None:
@@ -240,7 +240,8 @@ class StreamModel:
         return self._states(stream)
 
     def _states(self, stream: TokenStream) -> Tensor:
-        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
+        experts = stream.routed_experts if self.replays else None
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, experts, stream.num_fill)
         return hidden.index_select(0, stream.source)
 
     def loss_inputs(
@@ -248,7 +249,8 @@ class StreamModel:
     ) -> TokenLossInputs:
         """Return the inputs of a loss with these `needs` for the stream. `reading` is for a loss that reads logits."""
         hidden, wanted, columns = self._states(stream), ENTROPY in needs, stream.columns
-        if reading is None:
+        # No loss is computed on an idle stream, whose columns have no values.
+        if reading is None or stream.is_idle:
             logprobs, entropy = self.score(hidden, stream.targets, wanted, temperature, stream.support)
         else:
             logprobs, entropy, values = self.score.read(hidden, stream, reading, wanted, temperature)
@@ -270,7 +272,7 @@ class ValueModel(StreamModel):
         The critic's routers always choose experts themselves, since no engine has run the critic.
         """
         if reading is not None:
-            raise NO_LOGITS
+            raise no_logits()
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, num_fill=stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
         values = self.head(hidden)
@@ -281,6 +283,11 @@ class ScoreModel(ValueModel):
     """A decoder with a score head. In its loss inputs, `logprobs` has the score after each token."""
 
     reads_tokens = True
+
+
+def no_logits() -> ModelError:
+    """Return the error for a loss that reads logits of a model with another head."""
+    return ModelError("The loss reads logits, and a model with a value head has none. Choose another loss.")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from spurline.errors import ModelError, listing
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import ENTROPY
 from spurline_models.architecture import find_decoder
@@ -177,6 +178,12 @@ class TokenLogprobs:
                 },
                 {**columns, "input_ids": targets},
             )
+            taken = values.keys() & {*names, LOGPROBS, ENTROPY}
+            if taken:
+                raise ModelError(
+                    f"{type(reading.loss).__name__}.from_logits makes {listing(taken)}, which its inputs already have. "
+                    "Choose another name."
+                )
             of_targets = own.at(targets.unsqueeze(-1)).squeeze(-1)
             if support is not None:
                 kept = own.at(support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
@@ -198,10 +205,12 @@ class TokenLogprobs:
     ) -> dict[str, Tensor]:
         logits, scores = self._head(hidden), dict[str, Tensor]()
         if support is not None:
-            # The sum over the vocabulary cancels, so only a few logits get gradients.
-            chosen = self.at(logits, torch.cat([targets.unsqueeze(1), support], dim=1))
-            chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32)) / temperature
-            scores[LOGPROBS] = chosen[:, 0] - chosen[:, 1:].logsumexp(-1)
+            # The sum over the vocabulary cancels, so only a few logits get gradients. The target is one of them. It is
+            # gathered once, since half precision would round two gradients of it that nearly cancel.
+            kept = self.at(logits, support)
+            kept = kept.to(torch.promote_types(kept.dtype, torch.float32)) / temperature
+            of_target = torch.where(support == targets.unsqueeze(1), kept, 0).sum(-1)
+            scores[LOGPROBS] = of_target - kept.logsumexp(-1)
             if not want_entropy:
                 return scores
         if self.fused:
