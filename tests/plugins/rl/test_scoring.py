@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import Awaitable, Sequence
@@ -96,10 +97,10 @@ def test_answers_are_scored_together_by_a_reward_that_has_no_hash() -> None:
 
 def test_the_line_of_a_failure_is_the_users_in_a_folder_that_has_our_name(tmp_path: Path) -> None:
     file = tmp_path / "spurline" / "rewards.py"
-    names: dict[str, Any] = {}
-    exec(compile("def grade(answer):\n    raise KeyError('unit')", str(file), "exec"), names)
+    names: dict[str, Any] = {"json": json}
+    exec(compile("def grade(answer):\n    json.loads(answer.response)", str(file), "exec"), names)
     reward: Any = SimpleNamespace(score=names["grade"])
-    with pytest.raises(AttemptFailedError, match=re.escape(f"KeyError: 'unit' ({file}:2 in grade)")):
+    with pytest.raises(AttemptFailedError, match=re.escape(f" ({file}:2 in grade)")):
         asyncio.run(terms_of_all({"right": reward}, [Answer("", "text", None, {})]))
 
 
