@@ -24,8 +24,6 @@ PARTS = {"pydantic_core": "pydantic", "llvmlite": "numba", "msgspec": "vllm", "t
 """Modules of libraries that cannot be installed without them: the one fixes the other's version."""
 OF_USERS = {"IPython", "pandas"}
 """Used where a user has them; what needs them says so."""
-RUNS_WITH = {("spurline-preference", "spurline-models")}
-"""A package, and another one with components that every run of it needs."""
 BESIDE = {
     "alembic": "mlflow",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
@@ -52,8 +50,7 @@ def test_what_is_imported_is_declared_and_nothing_else_is(folder: str) -> None:
     optional = {distribution(entry) for entry in extras}
     passed_on = {name for entry in extras for name in of_extras(entry)}
     assert libraries - required - optional - passed_on == set(), "imported, but not declared"
-    run_with = {other for name, other in RUNS_WITH if name == project["name"]}
-    assert required - libraries == run_with, "declared, but not imported"
+    assert required - libraries == set(), "declared, but not imported"
     # Extras of core name the usual sets of our own packages.
     unused = optional - libraries - (OURS.keys() if folder == "core" else required)
     assert {name for name in unused if BESIDE.get(name) not in imported} == set(), "extras not imported"

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def test_another_process_loads_the_file_again_and_reads_its_pickles(bare: None, 
         ("PLUGIN = Plugin('other', api=0)\n", r"written for plugin interface 0, .*\nChanged since interface 0:\n- "),
         ("1 / 0\n", r"ZeroDivisionError: division by zero \(\S*my_plugin\.py, line 15\)"),
         ("import no_such_module\n", r"No module named 'no_such_module' \(\S*my_plugin\.py, line 15\)"),
+        ("1 +\n", r"SyntaxError: invalid syntax \(my_plugin\.py, line 15\)(?! \()"),
         (
             "from spurline.protocols.reward import Reward\n",
             "2, spurline.protocols.reward is spurline_rl.protocols.reward",
@@ -100,16 +102,20 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line_and_the_place_of_names_
         load(folder)
 
 
-def test_files_that_are_missing_or_share_a_name_are_refused(bare: None, folder: Path) -> None:
+def test_files_that_are_missing_or_share_a_name_are_refused(
+    bare: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = folder / "my_plugin.py"
     (folder / "colorsys.py").write_text(CODE)
     (folder / "more").mkdir()
     (folder / "more/other.py").write_text(f"{CODE}\nPLUGIN = Plugin('my_plugin', api=API_VERSION)")
-    import colorsys
-
+    # The installed module has not been imported.
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    installed = find_spec("colorsys")
+    assert installed is not None
     for names, told in (
         ([f"{folder}/my_plugins.py"], "cannot be read: No such file or directory. Did you mean 'my_plugin.py'?"),
-        ([f"{folder}/colorsys.py"], f"has the name of the module {colorsys.__file__}. Rename the file."),
+        ([f"{folder}/colorsys.py"], f"has the name of the module {installed.origin}. Rename the file."),
         ([f"{mine}", f"{folder}/more/other.py"], f"Two plugins are named 'my_plugin': {mine} and {folder}/more/"),
     ):
         with pytest.raises(PluginError, match=re.escape(told)):

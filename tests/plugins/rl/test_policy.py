@@ -11,7 +11,7 @@ from rl_attempts import make_policy, make_task, run
 from spurline.errors import DataError
 from spurline_rl.policy import derive_seed
 from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.protocols.rollout_engine import GenerationRequest
+from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine
 
 
@@ -38,6 +38,13 @@ def test_requests_carry_name_and_seed_of_task_turn_and_attempt():
     expected = [derive_seed(0, "train:0@0", 3, turn, attempt) for attempt in (0, 2) for turn in (0, 1)]
     assert [request.seed for request in engine.requests] == expected
     assert len(set(expected)) == 4
+
+
+def test_settings_that_an_environment_makes_itself_keep_the_support_that_training_needs():
+    engine = ScriptedEngine(countdown)
+    policy = make_policy(engine, top_k=5, support_width=21)
+    run(policy.generate([1], Sampling(top_k=5, max_new_tokens=2)))
+    assert engine.requests[0].sampling == Sampling(top_k=5, max_new_tokens=2, support_width=21)
 
 
 def test_turns_hold_exactly_what_was_asked_and_written():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Awaitable
+import re
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +83,25 @@ def test_an_answer_is_scored_again_as_often_as_allowed():
     assert asyncio.run(terms_of_all({"value": FailsAtFirst(2)}, answers, retries=2)) == [{"value": 1.0}]
     with pytest.raises(AttemptFailedError, match="the judge does not answer"):
         asyncio.run(terms_of_all({"value": FailsAtFirst(3)}, answers, retries=2))
+
+
+def test_answers_are_scored_together_by_a_reward_that_has_no_hash() -> None:
+    @dataclass
+    class Together:
+        def score_many(self, answers: Sequence[Answer]) -> list[float]:
+            return [float(len(answers))] * len(answers)
+
+    answers = [Answer("", "text", None, {})] * 3
+    assert asyncio.run(terms_of_all({"value": Together()}, answers)) == [{"value": 3.0}] * 3  # type: ignore[dict-item]
+
+
+def test_the_line_of_a_failure_is_the_users_in_a_folder_that_has_our_name(tmp_path: Path) -> None:
+    file = tmp_path / "spurline" / "rewards.py"
+    names: dict[str, Any] = {"json": json}
+    exec(compile("def grade(answer):\n    json.loads(answer.response)", str(file), "exec"), names)
+    reward: Any = SimpleNamespace(score=names["grade"])
+    with pytest.raises(AttemptFailedError, match=re.escape(f" ({file}:2 in grade)")):
+        asyncio.run(terms_of_all({"right": reward}, [Answer("", "text", None, {})]))
 
 
 def test_a_plain_method_may_return_an_awaitable() -> None:

@@ -9,8 +9,8 @@ registers them, since pluggy silently ignores misspelled hooks and arguments wit
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -334,7 +334,7 @@ def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
         raise
     except Exception as error:
         place = place_of(error)
-        at = "" if place.startswith(__file__) else f" ({place})"
+        at = "" if isinstance(error, SyntaxError) or place.startswith(__file__) else f" ({place})"
         told = f"{type(error).__name__}: {error}{at}{where_now(error)}{_do_without(installed.name)}"
         raise PluginError(f"{where} cannot be imported: {told}") from error
     declaration = getattr(module, "PLUGIN", Plugin(module.__name__, API_VERSION) if from_file else None)
@@ -364,8 +364,9 @@ def _module_of_file(plugin: InstalledPlugin) -> ModuleType:
     known = getattr(present, _CONTENT, None)
     if present is not None and known == content:
         return present
-    if present is not None and known is None and present.__file__ != plugin.module:
-        raise PluginError(f"The file {plugin.module} has the name of the module {present.__file__}. Rename the file.")
+    found = importlib.util.find_spec(name) if known is None else None
+    if found is not None and found.origin and Path(found.origin).resolve() != Path(plugin.module).resolve():
+        raise PluginError(f"The file {plugin.module} has the name of the module {found.origin}. Rename the file.")
     module = module_of_file(Path(plugin.module), name)
     setattr(module, _CONTENT, content)
     return module

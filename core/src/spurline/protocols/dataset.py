@@ -43,7 +43,7 @@ class DatasetConfig(ComponentConfig):
     the other half in the next. The weight of a stream is its share of all rows, relative to the other weights."""
     share: float | None = Field(default=None, gt=0, le=1)
     """Part of an epoch's samples that come from this dataset, such as 0.7, whatever its size. Datasets with a `weight`
-    divide the rest. Shares do not change the number of samples in an epoch. The share of a stream counts rows."""
+    divide the rest. Shares keep the number of samples per epoch, up to rounding. The share of a stream counts rows."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop the run at the first malformed row (`error`), or leave out and count malformed rows (`skip`)."""
     label: str | None = None

@@ -65,9 +65,9 @@ class Loss(Protocol):
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, MetricValues]:
         """Return [N] values by name, or an empty mapping. This is called under `torch.no_grad`.
 
-        The step reports their mean, weighted by the loss weights, or the largest or smallest value if the name ends in
-        `/max` or `/min`. For a metric of some tokens only, such as those of good answers, return values and weights:
-        the loss weights are multiplied by these weights, and a step in which they sum to 0 lacks the metric.
+        An optimizer step reports their mean, weighted by the loss weights, or the largest or smallest value if the name
+        ends in `/max` or `/min`; a training step, the mean of its optimizer steps. For a metric of some tokens only,
+        return values and weights: the loss weights are multiplied by these, and if they sum to 0, the metric is absent.
         """
         ...
 

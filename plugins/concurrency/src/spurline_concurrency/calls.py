@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import sysconfig
 import traceback
 from collections import defaultdict, deque
@@ -35,8 +36,8 @@ _TICK_S = 0.1
 
 _LIBRARIES = ("<frozen", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 """Prefixes of the file names of code that the user did not write."""
-_OURS = re.compile(r"/spurline(_\w+)?/")
-"""A part of the file names of Spurline's packages, which may also be installed in place."""
+_OURS = re.compile(r"spurline(_\w+)?")
+"""Names of Spurline's packages, which may also be installed in place."""
 
 
 class AttemptFailedError(SpurlineError):
@@ -49,13 +50,12 @@ def located(error: BaseException) -> str:
     The line is the innermost line of user code, or the innermost line of all if the traceback has no user code.
     """
     every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if not _is_library(frame.filename)] or every
+    packages = [module for name, module in sys.modules.items() if _OURS.fullmatch(name)]
+    ours = (f"{folder}/" for module in packages for folder in getattr(module, "__path__", ()))
+    prefixes = (*_LIBRARIES, *ours)
+    frames = [frame for frame in every if not frame.filename.startswith(prefixes)] or every
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARIES) or _OURS.search(filename) is not None
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:

@@ -41,7 +41,7 @@ class DppoConfig(PolicyLossConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
-        if self.anchor == "rollout" and getattr(run.source, "correction", None) is not None:
+        if self.anchor == "rollout" and "correction_factors" in run.source.facts.columns:
             yield Problem(
                 "anchor",
                 "is rollout, so the loss weighs tokens by their ratio to the engine, and source.correction would do so "

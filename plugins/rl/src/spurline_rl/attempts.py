@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 from spurline.errors import ConfigError
 from spurline.protocols.source import SourceContext
-from spurline_rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig
+from spurline_rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig, support_width
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
@@ -100,7 +100,7 @@ class Attempts:
     def _make_runner(self, given_up: GivenUpPrompts, held_out: HeldOutConfig | None = None) -> GroupRunner:
         """Make a runner for training, or for held-out attempts, which are sampled without top_p and top_k."""
         config, trains = self._config, held_out is None
-        sampling = Sampling(**config.sampling.model_dump(), support_width=config.sampling.support_width)
+        sampling = Sampling(**config.sampling.model_dump(), support_width=support_width(config.sampling.top_k))
         if held_out is not None:
             sampling = replace(sampling, temperature=held_out.temperature, top_p=1.0, top_k=0, support_width=0)
         return GroupRunner(

@@ -27,9 +27,17 @@ OVERLONG = "overlong"
 """Name of the reward term that `source.overlong` adds."""
 
 
+def support_width(top_k: int) -> int:
+    """Return the number of columns of `support` in rollouts that are sampled with this `top_k`; 0 for `top_k` 0."""
+    # Engines keep all tokens whose logits equal that of the last of `top_k`. In half precision this is frequent.
+    return top_k + 16 if top_k else 0
+
+
 class SamplingConfig(Section):
     """Settings for sampling rollouts."""
 
+    # `allow_truncated` only let other settings pass a check.
+    retired: ClassVar[tuple[str, ...]] = ("allow_truncated",)
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Engines and the trainer divide logits by this number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -41,12 +49,6 @@ class SamplingConfig(Section):
     """Largest number of tokens in the response of one turn."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the model's own end tokens."""
-
-    @property
-    def support_width(self) -> int:
-        """Return the number of columns of `support` in rollouts; 0 if no token is cut off."""
-        # Engines keep all tokens whose logits equal that of the last of `top_k`. In half precision this is frequent.
-        return self.top_k + 16 if self.top_k else 0
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.top_p < 1 and not self.top_k:
@@ -141,8 +143,8 @@ class FaultsConfig(Section):
     """Largest number of different prompts that the whole run may give up. Unusable rows do not count."""
 
 
-_COLUMNS = ("advantages", "rewards", "old_logprobs", "rollout_logprobs", "token_versions", "correction_factors")
-"""Columns that batches of rollouts have, whether or not there is a critic."""
+_COLUMNS = ("advantages", "rewards", "old_logprobs", "rollout_logprobs", "token_versions")
+"""Columns that all batches of rollouts have."""
 
 
 class PromptSourceConfig(SourceConfig):
@@ -344,6 +346,7 @@ class PromptSourceConfig(SourceConfig):
             columns=(
                 *_COLUMNS,
                 *(("values", "returns") if self.advantage.uses_critic else ()),
+                *(("correction_factors",) if self.correction is not None else ()),
                 *(name for scorer in self.scorers for name in scorer.columns),
             ),
             carried=self.carry,

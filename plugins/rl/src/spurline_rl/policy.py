@@ -64,6 +64,7 @@ class EnginePolicy:
         """Generate a turn. Raises PluginError for settings that cannot be trained on. Errors of the engine pass."""
         if sampling is not None and not self.any_distribution:
             self._check_distribution(sampling)
+            sampling = replace(sampling, support_width=self.sampling.support_width)
         # A turn gets its number before the engine is awaited, so numbers do not depend on which turn ends first.
         number = self._num_asked
         self._num_asked += 1

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -110,22 +109,22 @@ class _Batch:
     async def _score(self) -> Sequence[Any]:
         # Attempts that end together reach this point one after the other.
         await asyncio.sleep(_GATHERING_S)
-        _open_batches.pop(self._reward, None)
+        _open_batches.pop(id(self._reward), None)
         found = await _awaited(self._reward.score_many, self.answers)
         if len(found) != len(self.answers):
             raise AttemptFailedError(f"score_many returned {len(found)} scores for {len(self.answers)} answers.")
         return found
 
 
-_open_batches: WeakKeyDictionary[Any, _Batch] = WeakKeyDictionary()
-"""The batch of each reward that takes further answers."""
+_open_batches: dict[int, _Batch] = {}
+"""The batch that takes further answers, by the id of its reward. Rewards may be unhashable, and batches keep them."""
 
 
 async def _score_together(reward: ScoresMany, answer: Answer) -> Any:
     """Score the answer in one call of `score_many` with other answers that are finished now."""
-    batch = _open_batches.get(reward)
+    batch = _open_batches.get(id(reward))
     if batch is None or batch.scores.done() or batch.scores.get_loop() is not asyncio.get_running_loop():
-        batch = _open_batches[reward] = _Batch(reward)
+        batch = _open_batches[id(reward)] = _Batch(reward)
     place = len(batch.answers)
     batch.answers.append(answer)
     # An attempt that is cancelled must not cancel the call for the other attempts.

@@ -27,7 +27,7 @@ from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
 from spurline_ranks.devices import variables_of_one_machine
 from spurline_ranks.logs import begin_log, last_words
-from spurline_rl.configs import PromptSourceConfig
+from spurline_rl.configs import support_width
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"
@@ -93,12 +93,12 @@ class EngineSpec:
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
     """Return the spec of this run's engines. Raises ModelError as `engine_adapter` does."""
-    ranks = run.backend.rank_request()
+    ranks, sampling = run.backend.rank_request(), run.source.facts.sampling
     return EngineSpec(
         config.model_copy(update={"gpu_memory_utilization": config.gpu_share(run)}),
         run.model,
         notes_experts=run.source.facts.replays_experts,
-        most_kept=run.source.sampling.support_width if isinstance(run.source, PromptSourceConfig) else 0,
+        most_kept=0 if sampling is None else support_width(sampling.top_k),
         adapter=engine_adapter(config, run),
         peers_elsewhere=config.is_elsewhere or (ranks is not None and ranks.launch == "ray"),
     )
