@@ -278,7 +278,7 @@ class PromptSourceConfig(SourceConfig):
                     f"is {advantage.name}, which reads the logprobs of '{role}', and model.frozen.{role} has head: "
                     "score. Use the language model.",
                 )
-        if self.samples_per_prompt < advantage.smallest_group:
+        if self.samples_per_prompt < advantage.smallest_group and not run.loss.learns_from_teacher:
             yield Problem(
                 "advantage.name",
                 f"is {advantage.name}, which compares the samples of a prompt, but source.samples_per_prompt is "
