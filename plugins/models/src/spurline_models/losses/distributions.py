@@ -42,7 +42,8 @@ class Distribution(Protocol):
 class ReadsLogits(Protocol):
     """A loss that reads whole distributions.
 
-    reads_logits: roles whose distributions the loss reads beside those of the trained model. It may be empty.
+    reads_logits: roles whose distributions the loss reads beside those of the trained model. It may be empty. The
+        `roles` of the loss's config contain them.
     """
 
     reads_logits: tuple[Role, ...]
@@ -50,7 +51,7 @@ class ReadsLogits(Protocol):
     def from_logits(
         self, policy: Distribution, others: Mapping[Role, Distribution], columns: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return values [n] by name, which `token_loss` and `metrics` find in `inputs.columns`.
+        """Return values [n] by new names, which `token_loss` and `metrics` find in `inputs.columns`.
 
         This is called for one chunk of positions at a time, and again in the backward pass, so that the logits of all
         positions never exist together. A position's values may depend on that position alone. All distributions are
