@@ -65,7 +65,6 @@ def test_a_reward_model_learns_which_answers_are_better_and_is_the_reward_of_a_r
     assert run.lines[-1]["eval/preference/accuracy"] > 0.9
     assert run.lines[-1]["reward_model/confidence"] > 0.5
     scorer = AutoModelForSequenceClassification.from_pretrained(run.run_dir / "model", dtype=torch.float32).eval()
-    scorer.config.pad_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(run.run_dir / "model")
 
     seen: list[tuple[Group, ...]] = []

@@ -23,7 +23,13 @@ from spurline_megatron_backend.architecture import Architecture, read_architectu
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import held_parameters
-from spurline_megatron_backend.planning import estimate_fullest, held_values, kept_values, microbatches_in_flight
+from spurline_megatron_backend.planning import (
+    estimate_fullest,
+    held_values,
+    kept_values,
+    microbatches_in_flight,
+    savings,
+)
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
 from spurline_models.optimizers.configs import AdamWConfig
@@ -134,6 +140,17 @@ def test_experts_that_are_replayed_lie_beside_a_step() -> None:
         for replays in (False, True)
     )
     assert replayed == {**without, "routed experts": 2 * 8192 * 94 * 8 * 2}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_teacher_whose_distributions_the_loss_reads_is_on_the_device_during_the_update(learns: bool) -> None:
+    architecture, run = read_architecture(published("llama-3-70b")), cast(Any, a_run())
+    run.frozen_roles, run.model = frozenset({"reference"}), SimpleNamespace(frozen={})
+    run.loss = SimpleNamespace(roles=run.frozen_roles, learns_from_teacher=learns)
+    layouts = [layout_on(Grid(8, tensor=8), 4096).model_copy(update={"frozen": place}) for place in ("device", "host")]
+    device, host = (estimate_fullest(layout, run, architecture, 4096, 8192).peak for layout in layouts)
+    assert (host == device) is learns
+    assert ({"frozen": "host"} not in savings(layouts[0], run, 4096, 8192)) is learns
 
 
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, 2), (4, 5), (8, 3)])

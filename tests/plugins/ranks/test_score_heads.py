@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron_layouts import write_qwen3
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.batch import TrainingBatch, segment_numbers
@@ -58,7 +58,6 @@ def expected_scores(folder: Path, batch: TrainingBatch) -> Tensor:
     for row, column in (batch.tokens["loss_weights"] != 0).nonzero().tolist():
         same = (numbers[row] == numbers[row, column]) & (torch.arange(batch.length) <= column)
         tokens = batch.tokens["input_ids"][row][same].long()
-        scorer.config.pad_token_id = None
         with torch.no_grad():
             result[row, column] = scorer(input_ids=tokens[None]).logits[0, 0]
     return batch.drop_padding_rows(result)
@@ -68,7 +67,8 @@ def expected_scores(folder: Path, batch: TrainingBatch) -> Tensor:
 def test_a_trained_score_head_is_exported_and_gives_the_scores_of_transformers(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    folder = write_qwen3(tmp_path / "model")
+    # 2 ends texts, and transformers would score the token before it.
+    folder = write_qwen3(tmp_path / "model", pad_token_id=2)
     loaded = scoring_run(folder, settings)
     with opened(loaded) as (backend, layout), opened(scoring_run(folder, LOCAL)) as (local, _):
         batch, _ = minibatch("packed", layout)
@@ -81,6 +81,7 @@ def test_a_trained_score_head_is_exported_and_gives_the_scores_of_transformers(
         scores = backend.logprobs(batch)
         assert scores.abs().max() > 1e-4
         export_model(backend, loaded, load_tokenizer(loaded.config.model), tmp_path / "out")
+        assert AutoConfig.from_pretrained(tmp_path / "out").pad_token_id == 0
         torch.testing.assert_close(scores, expected_scores(tmp_path / "out", batch), rtol=1e-5, atol=1e-6)
         (tmp_path / "saved").mkdir()
         backend.save(tmp_path / "saved")

@@ -156,7 +156,7 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
     if config.recompute == "none":
         yield {"recompute": "selective"}
     yield from smaller_microbatches(config, row_length, tokens)
-    if config.frozen == "device" and run.frozen_roles:
+    if config.frozen == "device" and run.frozen_roles - _teachers(run):
         yield {"frozen": "host"}
     if config.recompute != "full":
         yield {"recompute": "full"}
@@ -180,6 +180,11 @@ def estimate_fullest(
     return replace(
         found, host=local * max(sum(_frozen_bytes(config, run, a, it).values()) for it in range(len(stages)))
     )
+
+
+def _teachers(run: RunConfig) -> set[str]:
+    """Return the roles whose distributions the loss may read, so that they stay on the device during the update."""
+    return set(run.loss.roles) if run.loss.learns_from_teacher else set()
 
 
 def _frozen_bytes(config: MegatronBackendConfig, run: RunConfig, a: Architecture, stage: int) -> dict[str, int]:
@@ -223,6 +228,7 @@ def _of_stage(
         update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
     moments = [update]
     if config.frozen == "host":
+        update |= {role: size for role, size in frozen.items() if role in _teachers(run)}
         moments += [{f"{role}, while it scores": size} for role, size in frozen.items()]
     return MemoryEstimate(parts, tuple(moments))
 

@@ -92,9 +92,11 @@ def _write_model(
 ) -> Path:
     config, dtype = _config_and_dtype(model)
     text = config.get_text_config()
-    if model.head == "score" and text.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
-        # transformers needs it to find the last token of each text in a batch.
-        text.pad_token_id = tokenizer.pad_token_id
+    if model.head == "score":
+        # transformers scores a text at its last token that is no padding, which must be its end token. Without a token
+        # for padding, it refuses batches of several texts.
+        known = (text.pad_token_id, tokenizer.pad_token_id)
+        text.pad_token_id = next((token for token in known if token != tokenizer.eos_token_id), None)
 
     def fill(folder: Path) -> None:
         write_weights(folder, dtype, _MAX_FILE_BYTES)
