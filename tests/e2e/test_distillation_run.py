@@ -32,7 +32,8 @@ def test_a_stopped_run_on_the_policys_own_answers_goes_on_as_the_whole(
     if how == "privileged":
         of_source["scorers"] = [PRIVILEGED]
     loss = {"loss": {"name": "distillation", "divergence": "reverse_kl", "top_k": 8}} if how == "distributions" else {}
-    source = {**rl_config["source"], **({} if loss else of_source)}
+    # A teacher needs no second sample to compare an answer with.
+    source = {**rl_config["source"], **({"samples_per_prompt": 1} if loss else of_source)}
     config = learning(rl_config, frozen, source=source, **loss)
     assert_pieces_equal_the_whole(config, tmp_path, stops=[1])
 

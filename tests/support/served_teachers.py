@@ -1,8 +1,8 @@
 """A server of a teacher that speaks as vLLM's: /v1/models, /tokenize, and /v1/completions with prompt_logprobs.
 
-It runs as a process of its own (`python -m served_teachers FOLDER PORT [LIE]`), so that it can be killed. Its model
-knows only the token before: it needs neither torch nor transformers, and starts at once. With LIE, each second answer
-is for other tokens than those that were sent.
+It runs as a process of its own (`python -m served_teachers FOLDER PORT [OPTION]`), so that it can be killed. Its
+model knows only the token before: it needs neither torch nor transformers, and starts at once. With LIE, each second
+answer is for other tokens than those that were sent. With NO_TOKENS or NO_LOGPROBS, it does not offer these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prompt_logprobs(ids: list[int], top: int) -> list[dict[str, Any] | None]:
     return entries
 
 
-def app_of(folder: str, *, lies: bool) -> web.Application:
+def app_of(folder: str, option: str) -> web.Application:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
@@ -40,12 +40,15 @@ def app_of(folder: str, *, lies: bool) -> web.Application:
 
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
-        asked["requests"] += 1
         prompts = body["prompt"]
-        if lies and asked["requests"] % 2:
+        # The answer to the request of a single prompt, with which the teacher checks the server, is not counted.
+        asked["requests"] += len(prompts) > 1
+        if option == "LIE" and len(prompts) > 1 and asked["requests"] % 2:
             prompts = [[(token + 1) % VOCABULARY for token in prompt] for prompt in prompts]
         found = [prompt_logprobs(prompt, body["prompt_logprobs"]) for prompt in prompts]
         choices = [{"index": number, "prompt_logprobs": entries} for number, entries in enumerate(found)]
+        if option == "NO_LOGPROBS":
+            choices = [{"index": number} for number in range(len(found))]
         # The order of choices is not promised.
         return web.json_response({"choices": choices[::-1]})
 
@@ -57,10 +60,12 @@ def app_of(folder: str, *, lies: bool) -> web.Application:
         return web.json_response({"data": [{"id": "teacher"}]})
 
     app = web.Application(client_max_size=2**26)
-    app.add_routes([web.post("/v1/completions", complete), web.post("/tokenize", tokenize)])
-    app.add_routes([web.get("/v1/models", models)])
+    app.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", models)])
+    if option != "NO_TOKENS":
+        app.add_routes([web.post("/tokenize", tokenize)])
     return app
 
 
 if __name__ == "__main__":
-    web.run_app(app_of(sys.argv[1], lies="LIE" in sys.argv), host="127.0.0.1", port=int(sys.argv[2]), print=None)
+    folder, port, *option = sys.argv[1:]
+    web.run_app(app_of(folder, "".join(option)), host="127.0.0.1", port=int(port), print=None)

@@ -40,6 +40,10 @@ RUN = {
 ROLLOUTS: dict[str, Any] = {"name": "rollouts", "environment": {"name": "single_turn", "rewards": "exact_match"}}
 
 
+SERVED: dict[str, Any] = {"name": "served_teacher", "urls": ["http://x"]}
+SHOWN: dict[str, Any] = {"name": "privileged_prompt"}
+
+
 class TestPlugin(PluginContract):
     plugin_module = "spurline_distillation.plugin"
 
@@ -154,16 +158,30 @@ def test_a_privileged_prompt_shows_the_solution_in_the_last_message_alone() -> N
         ({"advantage": "teacher"}, "cross_entropy", "reads no advantages"),
         ({}, {"name": "distillation", "teachers": {"math": "teacher"}}, "source.carry"),
         ({}, {"name": "distillation", "served": True, "top_k": 3}, "the scorer `served_teacher` chooses"),
+        ({"sampling": {"temperature": 0.7}, "scorers": [SERVED]}, "ppo", "temperature"),
+        ({"sampling": {"top_k": 20}, "scorers": [SERVED]}, "ppo", "logprobs are of the whole vocabulary"),
+        ({"advantage": {"name": "teacher", "served": True}}, "ppo", "no scorer adds teacher_logprobs"),
+        ({"advantage": "teacher", "scorers": [SERVED]}, "ppo", "a scorer adds teacher_logprobs"),
+        ({"scorers": [SHOWN]}, "distillation", "nothing reads this prompt"),
+        ({"advantage": {"name": "teacher", "teacher": "reference"}, "scorers": [SHOWN]}, "ppo", "Roles: reference"),
         (
-            {"sampling": {"temperature": 0.7}, "scorers": [{"name": "served_teacher", "urls": ["http://x"]}]},
+            {"advantage": {"name": "teacher", "served": True}, "scorers": [SERVED, SHOWN]},
             "ppo",
-            "temperature",
+            "nothing reads this prompt",
         ),
+        ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "{question.x}"}]}, "ppo", "only around names"),
+        ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "set }"}]}, "ppo", "only around names"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(source: dict[str, Any], loss: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config({**RUN, "source": {**ROLLOUTS, **source}, "loss": loss})
+
+
+def test_a_prompt_for_a_served_teacher_comes_before_it_and_one_sample_is_enough_for_a_teacher() -> None:
+    advantage = {"name": "teacher", "served": True}
+    load_config({**RUN, "source": {**ROLLOUTS, "advantage": advantage, "scorers": [SHOWN, SERVED]}})
+    load_config({**RUN, "source": {**ROLLOUTS, "samples_per_prompt": 1}, "loss": "distillation"})
 
 
 def test_a_teacher_that_the_run_lacks_is_named_with_the_lines_to_add() -> None:

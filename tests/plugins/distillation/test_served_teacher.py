@@ -21,7 +21,7 @@ import pytest
 from served_teachers import logprobs_after
 from transformers import AutoTokenizer
 
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, DataError
 from spurline_distillation.configs import TOP_IDS, TOP_LOGPROBS, ServedTeacherConfig
 from spurline_distillation.served import ServedTeacher
 from spurline_models.testing import write_tiny_model
@@ -80,8 +80,8 @@ def served(folder: Path, *options: str) -> Iterator[Server]:
         server.kill()
 
 
-def teacher(folder: Path, url: str, **settings: Any) -> ServedTeacher:
-    config = ServedTeacherConfig(urls=(url,), **settings)
+def teacher(folder: Path, *urls: str, **settings: Any) -> ServedTeacher:
+    config = ServedTeacherConfig(urls=urls, **settings)
     run: Any = None
     return ServedTeacher(config, run=run, tokenizer=AutoTokenizer.from_pretrained(folder))
 
@@ -149,6 +149,50 @@ def test_the_likeliest_tokens_come_with_their_logprobs_and_lies_are_not_believed
         # The first answer of a pair of requests is a lie, and there is no time for a second request.
         with pytest.raises(AttemptFailedError, match="no logprob of token"):
             asyncio.run(score(server, give_up_after_s=0.1))
+
+
+def test_an_answer_of_another_form_is_asked_for_again_until_the_prompt_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def malformed(self: ServedTeacher, url: str, body: Any) -> Any:
+        return [{"prompt_logprobs": [{}] * len(prompt)} for prompt in body["prompt"]]
+
+    async def other(self: ServedTeacher, url: str, body: Any) -> Any:
+        return [{"prompt_logprobs": [{"5": {}}] * len(prompt)} for prompt in body["prompt"]]
+
+    with served(folder) as server:
+        for answer, said in ((malformed, "no logprob of token"), (other, "KeyError")):
+            monkeypatch.setattr(ServedTeacher, "_post", answer)
+            scorer = teacher(folder, server.url, give_up_after_s=0.1)
+            with pytest.raises(AttemptFailedError, match=said):
+                asyncio.run(scorer.score(group(1), prompt=None))  # type: ignore[arg-type]
+
+
+def test_a_prompt_for_one_turn_is_refused_for_several(folder: Path) -> None:
+    made = make_trajectories([[(4, 3), (9, 2)]], seed=0)
+    one = Group("prompt", 0, tuple(made), prompts={"teacher": np.arange(3, dtype=np.int32)})
+    with served(folder) as server, pytest.raises(DataError, match="has 2 turns"):
+        asyncio.run(teacher(folder, server.url).score(one, prompt=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("option", "said"), [("NO_TOKENS", "/tokenize"), ("NO_LOGPROBS", "prompt_logprobs: 2")])
+def test_a_server_that_cannot_teach_ends_the_run_before_it_is_first_used(folder: Path, option: str, said: str) -> None:
+    async def score_all(scorer: ServedTeacher) -> None:
+        try:
+            for number in range(4):
+                await scorer.score(group(number), prompt=None)  # type: ignore[arg-type]
+        finally:
+            await scorer.close()
+
+    with served(folder) as good, served(folder, option) as bad:
+        with pytest.raises(ConfigError, match=said):
+            teacher(folder, good.url, bad.url, top_k=2)
+        bad.kill()
+        scorer = teacher(folder, good.url, bad.url, top_k=2, model="teacher")
+        bad.start()
+        bad.wait()
+        with pytest.raises(ConfigError, match=said):
+            asyncio.run(score_all(scorer))
 
 
 def test_another_tokenizer_is_refused_with_the_first_token_that_differs(folder: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from string import Formatter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
-from spurline.errors import Problem
+from spurline.errors import Problem, listing
 from spurline.protocols.loss import LossConfig
+from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.scorer import ScorerConfig
 
@@ -25,7 +27,7 @@ class TeachersSettings(Section):
     """Role of the teacher: a key of `model.frozen`, or `reference`."""
     teachers: dict[str, str] = {}
     """Roles of several teachers, by the column of `source.carry` with their weight in a row. This is usually 1 for the
-    row's own teacher and 0 for the others. If set, `teacher` is not used."""
+    row's own teacher and 0 for the others. Every teacher scores every row. If set, `teacher` is not used."""
 
     @property
     def weighted_teachers(self) -> Mapping[str | None, str]:
@@ -110,6 +112,18 @@ class TeacherAdvantageConfig(TeachersSettings, AdvantageConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
         yield from self.uncarried(run)
+        columns = {f"{role}_logprobs" for role in self.weighted_teachers.values()}
+        added = columns.intersection(run.source.facts.columns)
+        if self.served and added != columns:
+            yield Problem(
+                "served",
+                f"is true, but no scorer adds {listing(columns - added)}. Add a `served_teacher` with this "
+                "`role` to source.scorers, or set served: false and name a teacher in model.frozen.",
+            )
+        if not self.served and added:
+            yield Problem(
+                "served", f"is false, but a scorer adds {listing(added)}. Set served: true, or remove the scorer."
+            )
 
 
 class ServedTeacherConfig(ScorerConfig):
@@ -145,6 +159,14 @@ class ServedTeacherConfig(ScorerConfig):
                 f"is {self.name}, whose logprobs are at temperature 1, but source.sampling.temperature is "
                 f"{temperature:g}. Set it to 1, or use a teacher in model.frozen.",
             )
+        sampling = run.source.facts.sampling
+        if sampling is not None and sampling.top_k:
+            yield Problem(
+                "name",
+                f"is {self.name}, whose logprobs are of the whole vocabulary, but the policy's are of the tokens that "
+                f"source.sampling.top_k: {sampling.top_k} keeps. Set top_k: 0 and top_p: 1, or use a teacher in "
+                "model.frozen.",
+            )
 
 
 class PrivilegedPromptConfig(ScorerConfig):
@@ -156,3 +178,29 @@ class PrivilegedPromptConfig(ScorerConfig):
     text: str = "{question}\n\nThe correct answer is: {reference}\n\nNow answer the question yourself."
     """The teacher's last user message. `{question}` is the policy's, `{reference}` the reference answer, and `{NAME}`
     a column of the row."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        try:
+            plain = all(
+                name is None or (name and not {*".[]"} & {*name} and not spec and not conversion)
+                for _, name, spec, conversion in Formatter().parse(self.text)
+            )
+        except ValueError:
+            plain = False
+        if not plain:
+            yield Problem(
+                "text",
+                "may have braces only around names, as in {question} or {NAME}. Write other braces twice: {{ and }}.",
+            )
+        if not isinstance(run.source, PromptSourceConfig):
+            return
+        scorers = list(run.source.scorers)
+        later = scorers[next(number for number, each in enumerate(scorers) if each is self) :]
+        served = {each.role for each in later if isinstance(each, ServedTeacherConfig)}
+        read = {*run.source.advantage.roles, *served}
+        if self.role not in read:
+            yield Problem(
+                "role",
+                f"is {self.role}, but nothing reads this prompt: it is for a teacher of source.advantage, or of a "
+                f"`served_teacher` after it in source.scorers. Roles: {listing(read)}.",
+            )

@@ -269,7 +269,7 @@ class PromptSourceConfig(SourceConfig):
 
     def _advantage_problems(self, run: RunConfig) -> Iterable[Problem]:
         advantage = self.advantage
-        if self.samples_per_prompt < advantage.smallest_group:
+        if self.samples_per_prompt < advantage.smallest_group and not run.loss.learns_from_teacher:
             yield Problem(
                 "advantage.name",
                 f"is {advantage.name}, which compares the samples of a prompt, but source.samples_per_prompt is "

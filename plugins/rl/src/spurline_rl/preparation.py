@@ -255,7 +255,7 @@ class Preparation:
         found: dict[str, Tensor] = {}
         for name, role in self._roles.items():
             if any(role in group.prompts for group in groups):
-                turns = _with_prompts(groups, role)
+                turns = turns_with_prompts(groups, role)
                 found[name] = columns.join(name, np.concatenate(self.logprobs_of(turns, backend, role)))
             else:
                 found[name] = backend.logprobs(padded, role, temperature=temperature)
@@ -288,6 +288,9 @@ class Preparation:
 
     def _advantages(self, scored: ScoredGroups) -> Mapping[str, NDArray[np.float32]]:
         """Return `advantages` [A], and `returns` [A] if a critic is trained."""
+        if self._config.samples_per_prompt < self._config.advantage.smallest_group:
+            # Only a run that learns from a teacher may have such groups, and its loss does not read this column.
+            return {"advantages": np.zeros(int(scored.attempt_tokens.sum()), np.float32)}
         size = len(scored.groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses advantage_scope: minibatch if the size is not known"
         found: list[Mapping[str, NDArray[np.float32]]] = []
@@ -304,7 +307,7 @@ class Preparation:
         return {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
 
 
-def _with_prompts(groups: Sequence[Group], role: Role) -> list[Turn]:
+def turns_with_prompts(groups: Sequence[Group], role: Role) -> list[Turn]:
     """Return the turns of all groups with the prompts of this role. Raises DataError for attempts of several turns."""
     turns: list[Turn] = []
     for group in groups:
