@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from spurline import load_config
 from spurline.cli_options import load_run
-from spurline.errors import ConfigError, UserError
+from spurline.errors import ConfigError, DataError, UserError
 from spurline_models.answering.answers import opened
 from spurline_planning.plan import make_plan
 from spurline_rl.trajectory import Group
@@ -85,6 +85,10 @@ def test_a_reward_model_learns_which_answers_are_better_and_is_the_reward_of_a_r
         "steps": 4,
     }
     assert make_plan(load_config(judged)).problems == []
+    source["environment"]["rewards"]["quality"]["suffix"] = "<|im_end|>"
+    with pytest.raises(ConfigError, match="a model in .* ignores it"):
+        load_config(judged)
+    del source["environment"]["rewards"]["quality"]["suffix"]
     lines = train(judged, on_rollouts_scored=on_rollouts_scored).lines
     terms = []
     for attempt in (attempt for groups in seen for group in groups for attempt in group.trajectories):
@@ -112,6 +116,22 @@ def test_a_process_reward_model_learns_which_steps_are_right(base_config: Config
     assert lines[-1]["reward_model/accuracy"] == 1.0
     if scored == "all":
         assert_pieces_equal_the_whole({**config, "steps": 4}, tmp_path, [2])
+
+
+@pytest.mark.parametrize(
+    ("label", "said"), [(2.0, "not a probability"), (-1, "not a probability"), ("good", "is text"), (None, "is null")]
+)
+def test_a_label_that_the_loss_cannot_read_is_named_with_its_row(
+    base_config: Config, tmp_path: Path, label: object, said: str
+) -> None:
+    config = steps_of(base_config, tmp_path)
+    rows = [{"prompt": "task", "completions": ["a", "b"], "labels": [1, label]}] * 2
+    data = {"train": str(write_rows(tmp_path / "bad.jsonl", rows)), "max_length": 64}
+    with pytest.raises(DataError, match=rf"bad.jsonl:1: labels has a label .*{said}"):
+        train({**config, "data": data})
+    if label == 2.0:
+        loss = {"name": "step_reward", "kind_of_label": "number"}
+        assert train({**config, "data": data, "loss": loss, "steps": 1}).lines
 
 
 def test_a_model_without_a_vocabulary_is_refused_where_one_is_needed(rl_config: Config, tmp_path: Path) -> None:

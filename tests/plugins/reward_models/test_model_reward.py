@@ -20,12 +20,12 @@ from spurline_rl.scoring import terms_of_all
 
 
 class Server(ThreadingHTTPServer):
-    """Scores a text by its length. Fails as often as `failures` says, with `status`."""
+    """Scores a text by its length. Fails as often as `failures` says, with `status`, and cuts off `cut` answers."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[Any] = []
-        self.failures, self.status, self.missing = 0, 503, 0
+        self.failures, self.status, self.missing, self.cut = 0, 503, 0, 0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -43,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.server.cut -= (is_cut := self.server.cut > 0)
+        self.wfile.write(body[: len(body) // 2] if is_cut else body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Print nothing."""
@@ -74,6 +75,7 @@ def test_answers_that_end_together_are_scored_in_one_request_in_their_order(serv
     assert found == [{"judge": 6.0}, {"judge": 9.0}, {"judge": 5.0}]
     [(path, content)] = server.requests
     assert path == "/pooling"
+    assert content["add_special_tokens"] is False
     assert content["input"] == ["2+2=4!", "2+2=four!", "2+2=!"]
     assert reward_of(server, batch_size=2).score_many(answers("a", "b", "c")) == [6.0] * 3
     assert [len(request["input"]) for _, request in server.requests[1:]] == [2, 1]
@@ -81,6 +83,8 @@ def test_answers_that_end_together_are_scored_in_one_request_in_their_order(serv
 
 def test_a_failed_request_is_repeated_and_a_wrong_answer_scores_nothing(server: Server) -> None:
     server.failures = 1
+    assert reward_of(server).score_many(answers("4")) == [6.0]
+    server.cut = 1
     assert reward_of(server).score_many(answers("4")) == [6.0]
     server.failures = 2
     with pytest.raises(AttemptFailedError, match="gave no scores in 2 requests"):

@@ -88,7 +88,10 @@ class ModelRewardConfig(RewardConfig):
     endpoint: Literal["pooling", "classify"] = "pooling"
     """The server's path. `pooling` asks for the score itself, `classify` for its probability."""
     suffix: str = ""
-    """Text after each response, such as the end of a turn (`<|im_end|>`), if the reward model was trained with it."""
+    """Text after each response: the token whose score was trained, such as the end of a turn (`<|im_end|>`)."""
+    special_tokens: bool = False
+    """Let the server add the special tokens of its tokenizer, such as BOS. Set this if prompts are plain text. Prompts
+    that a chat template renders have these tokens already."""
     batch_size: Annotated[int, OnResume.FREE] = Field(default=64, gt=0)
     """Largest number of texts in one request."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
@@ -105,6 +108,10 @@ class ModelRewardConfig(RewardConfig):
             yield Problem("role", "and url: give exactly one of them.")
         elif self.url is not None and self.model is None:
             yield Problem("model", "is needed with a url: the name under which the server knows the model.")
+        if self.url is None:
+            for name in ("model", "endpoint", "suffix", "special_tokens"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield Problem(name, "is for a served model, and a model in model.frozen ignores it. Remove it.")
         frozen = run.model.frozen.get(self.role or "")
         if frozen is not None and frozen.head != "score":
             yield Problem(

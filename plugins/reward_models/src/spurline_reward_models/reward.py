@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 
 from spurline.errors import RunFailedError
@@ -46,6 +47,8 @@ class ModelReward:
         config = self._config
         url = f"{str(config.url).rstrip('/')}/{config.endpoint}"
         content: dict[str, Any] = {"model": config.model, "input": list(texts)}
+        # A server would otherwise put a second BOS before a prompt that a chat template rendered.
+        content["add_special_tokens"] = config.special_tokens
         if config.endpoint == "pooling":
             # Older servers call `use_activation` `activation`. Both ignore what they do not know.
             content |= {"task": "classify", "use_activation": False, "activation": False}
@@ -56,7 +59,7 @@ class ModelReward:
                 reason = f"{error} {error.read(500).decode(errors='replace')}"
                 if error.code in (400, 401, 403, 404, 422):
                     raise RunFailedError(f"{url} refused to score: {reason}. Is the model served?") from error
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
             if attempt < config.retries:
                 time.sleep(2**attempt)

@@ -30,16 +30,26 @@ class StepRows(DerivedDataset):
     """A `Dataset` whose rows have tokens, and a mask that is 1 at the last token of each scored step."""
 
     def __init__(
-        self, source: DatasetToTokenize, config: ScoredStepsConfig, tokenizer: PreTrainedTokenizerBase
+        self,
+        source: DatasetToTokenize,
+        config: ScoredStepsConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        kind_of_label: str,
     ) -> None:
         super().__init__(source.dataset)
         columns = dict(source.config.columns)
-        self._config, self._columns, self._tokenizer = config, columns, tokenizer
+        self._config, self._columns, self._tokenizer, self._kind = config, columns, tokenizer, kind_of_label
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         view = RowView(self._dataset[row], self._columns)
         try:
-            prompt, steps, _ = read_steps(view)
+            prompt, steps, labels = read_steps(view)
+            if self._kind == "probability" and not all(0 <= label <= 1 for label in labels):
+                raise BadRowError(
+                    view.label("labels"),
+                    "has a label that is not a probability from 0 to 1. Correct it, or train on any numbers with loss: "
+                    "{name: step_reward, kind_of_label: number}.",
+                )
         except BadRowError as error:
             raise error.at(self._dataset.location(row)) from error
         tokens, mask = self._prompt_ids(prompt), list[int]()
@@ -62,7 +72,7 @@ class StepRows(DerivedDataset):
         return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
     def fingerprint(self) -> str:
-        settings = f"{self._config.separator}/{self._config.scored}"
+        settings = f"{self._config.separator}/{self._config.scored}/{self._kind}"
         return fingerprint_of([self._dataset.fingerprint(), settings, self._tokenizer.name_or_path])
 
 
@@ -75,10 +85,12 @@ def read_steps(view: RowView) -> tuple[Any, list[str], list[float]]:
         raise BadRowError(
             view.label("labels"), f"is {describe(labels)}, expected a label for each of {len(steps)} steps."
         )
-    numbers = [float(label) for label in labels]
-    if not all(map(math.isfinite, numbers)):
-        raise BadRowError(view.label("labels"), "has a label that is not a finite number.")
-    return prompt, list(steps), numbers
+    for label in labels:
+        if not isinstance(label, (int, float, np.bool_, np.number)) or not math.isfinite(label):
+            raise BadRowError(
+                view.label("labels"), f"has a label that is {describe(label)}, expected a finite number, true or false."
+            )
+    return prompt, list(steps), [float(label) for label in labels]
 
 
 class StepSet(SampleSet):
@@ -86,6 +98,8 @@ class StepSet(SampleSet):
 
     def __init__(self, config: ScoredStepsConfig, datasets: Sequence[DatasetConfig], context: SourceContext) -> None:
         self._config, self._tokenizer = config, context.tokenizer
+        # The labels of a loss without this setting may be any numbers.
+        self._kind = getattr(context.config.loss, "kind_of_label", "number")
         super().__init__(datasets, context)
 
     def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:
@@ -114,7 +128,7 @@ class StepSet(SampleSet):
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
         return [
             DatasetToTokenize(
-                StepRows(source, self._config, self._tokenizer),
+                StepRows(source, self._config, self._tokenizer, self._kind),
                 source.config.model_copy(update={"format": "pretokenized", "columns": {}}),
             )
             for source in opened
