@@ -6,6 +6,7 @@ import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from spurline.testing.samples import check_batch
 from spurline.trackers.jsonl import read_json_lines
 from spurline_models.local.backend import LocalBackend
 from spurline_planning.plan import make_plan
+from spurline_preference.reference import file_of
 
 
 @pytest.fixture
@@ -232,6 +234,23 @@ def test_a_resume_with_other_stored_values_of_the_reference_is_refused(
         train(config, steps=4)
 
 
+def test_stored_values_of_the_reference_fit_a_moved_model_and_another_version_of_the_library(
+    preference_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name() -> str:
+        context: Any = SimpleNamespace(config=load_config(preference_config).config)
+        return file_of(context, "tokens").name
+
+    before = name()
+    model = shutil.copytree(preference_config["model"]["path"], tmp_path / "moved")
+    preference_config["model"] = {**preference_config["model"], "path": str(model)}
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "99.0")
+    assert name() == before
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
+    assert name() != before
+
+
 def test_pairs_given_to_the_sft_source_are_recognised(preference_config: Config) -> None:
     with pytest.raises(DataError, match="Set `source: preference`"):
         train(preference_config, source="sft")
@@ -243,6 +262,8 @@ def test_pairs_given_to_the_sft_source_are_recognised(preference_config: Config)
         ({"loss": "cross_entropy"}, "would train on bad answers"),
         ({"source": "sft", "loss": "dpo"}, "Set source: preference"),
         ({"loss": {"name": "dpo", "label_smoothing": 0.1, "loss_type": "ipo"}}, "label_smoothing is 0.1"),
+        ({"loss": {"name": "dpo", "length_normalized": True, "loss_type": "ipo"}}, "it always uses means"),
+        ({"source": {"name": "preference", "reference": "precompute"}, "loss": "orpo"}, "reads no reference model"),
         ({"backend": {"name": "local", "lora": {"dropout": 0.1}}}, "backend.lora.dropout is 0.1"),
         ({"collator": {"name": "packed", "max_tokens": 100}}, "max_length: 50"),
     ],

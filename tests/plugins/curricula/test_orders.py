@@ -89,6 +89,7 @@ def test_whole_numbers_have_the_sum_and_stay_within_the_room(wanted: list[float]
     ("shares", "told"),
     [
         ({"matth": 0.5}, "shares.matth is a share of rows with part: matth, and there are none. Did you mean"),
+        ({"math": 1.0}, "leaves nothing for other values of part: code"),
         ({"math": 0.5, "code": 0.2}, "has the sum 0.7, but every part has a share. Make it 1."),
     ],
 )

@@ -159,6 +159,8 @@ def test_a_privileged_prompt_shows_the_solution_in_the_last_message_alone() -> N
         ({}, {"name": "distillation", "teachers": {"math": "teacher"}}, "source.carry"),
         ({}, {"name": "distillation", "served": True, "top_k": 3}, "the scorer `served_teacher` chooses"),
         ({"sampling": {"temperature": 0.7}, "scorers": [SERVED]}, "ppo", "temperature"),
+        ({}, {"name": "distillation", "beta": 0.3}, "which divergence: forward_kl does not read"),
+        ({"advantage": {"name": "teacher", "reward_weight": 0.3}}, "ppo", "`reward` is null"),
         ({"sampling": {"top_k": 20}, "scorers": [SERVED]}, "ppo", "logprobs are of the whole vocabulary"),
         ({"advantage": {"name": "teacher", "served": True}}, "ppo", "no scorer adds teacher_logprobs"),
         ({"advantage": "teacher", "scorers": [SERVED]}, "ppo", "a scorer adds teacher_logprobs"),

@@ -167,7 +167,7 @@ def moved(plain: TrainingBatch, packed: TrainingBatch, name: str, numbers: list[
     return column
 
 
-def test_a_correction_beside_the_ratio_to_the_engine_is_refused(tmp_path: Path) -> None:
+def test_a_second_ratio_to_the_engine_and_an_entropy_of_other_tokens_are_refused(tmp_path: Path) -> None:
     config = {
         "plugins": ["objectives"],
         "model": {"path": "models/any", "init": "random"},
@@ -182,6 +182,9 @@ def test_a_correction_beside_the_ratio_to_the_engine_is_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"loss\.anchor is rollout.*a second time"):
         load_config({**config, "source": source})
     load_config({**config, "source": source, "loss": {"name": "dppo", "anchor": "old"}})
+    source = {**config["source"], "sampling": {"top_p": 0.9, "top_k": 20}}  # type: ignore[dict-item]  # a mapping
+    with pytest.raises(ConfigError, match=r"top_k: 20 leaves out tokens that the bonus counts"):
+        load_config({**config, "source": source, "loss": "ppo_entropy_target"})
 
 
 def test_the_components_are_registered() -> None:

@@ -23,7 +23,7 @@ class PartsConfig(OrderConfig):
     """Column whose value is the part of a row, such as its domain. Dots lead into objects, as in `meta.domain`."""
     shares: Shares = {}
     """Share of each part in the samples of an epoch, such as `{math: 0.7}`. Parts without a share divide the rest by
-    their numbers of samples and the weights of their datasets."""
+    their numbers of samples and the weights of their datasets. The share 0 leaves a part out."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)

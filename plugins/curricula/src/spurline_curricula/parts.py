@@ -56,6 +56,13 @@ def _shares(names: Sequence[str], amounts: NDArray[np.float64], config: PartsCon
             )
     given = np.array([config.shares.get(name, np.nan) for name in names])
     free, total = np.isnan(given), float(np.nansum(given))
+    if free.any() and total >= 1 - 1e-9:
+        unnamed = listing(name for name, is_free in zip(names, free, strict=True) if is_free)
+        raise ConfigError.at(
+            "data.order.shares",
+            f"has the sum 1, which leaves nothing for other values of {config.column}: {unnamed}. Give them the share "
+            "0 to leave them out, or lower another share.",
+        )
     if free.any():
         return np.where(free, (1 - total) * amounts / max(amounts[free].sum(), 1e-300), given)
     if not np.isclose(total, 1):

@@ -76,6 +76,10 @@ class DistillationConfig(TeachersSettings, LossConfig):
         if run.loss is not self:
             return
         yield from self.uncarried(run)
+        if self.divergence != "jensen_shannon" and self.beta != type(self).model_fields["beta"].default:
+            yield Problem(
+                "beta", f"is {self.beta:g}, which divergence: {self.divergence} does not read. Set jensen_shannon."
+            )
         if self.served and (self.top_k is not None or self.temperature != 1 or self.teachers):
             yield Problem(
                 "served",
@@ -112,6 +116,8 @@ class TeacherAdvantageConfig(TeachersSettings, AdvantageConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
         yield from self.uncarried(run)
+        if self.reward is None and self.reward_weight != 1:
+            yield Problem("reward_weight", f"is {self.reward_weight:g}, but `reward` is null. Set reward: grpo.")
         columns = {f"{role}_logprobs" for role in self.weighted_teachers.values()}
         added = columns.intersection(run.source.facts.columns)
         if self.served and added != columns:

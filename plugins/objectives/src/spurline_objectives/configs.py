@@ -72,6 +72,17 @@ class EntropyTargetConfig(PpoConfig):
     entropy_target: Annotated[float, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
     """Entropy in nats per token below which a step has the bonus."""
 
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        sampling = run.source.facts.sampling
+        if sampling is not None and sampling.top_k:
+            yield Problem(
+                "name",
+                f"is {self.name}, which measures entropy by the probabilities of the sampled tokens, and "
+                f"source.sampling.top_k: {sampling.top_k} leaves out tokens that the bonus counts. Set top_k: 0 and "
+                "top_p: 1, or choose another loss.",
+            )
+
 
 class KpopConfig(CorrectionConfig):
     """Importance weights if the divergence from the engine is small in both directions, else 0 (KPop, Guo et al. 2026,

@@ -40,6 +40,11 @@ class AnswerSourceConfig(SourceConfig):
         yield from super().problems(run)
         for reason in self._misfits(run):
             yield Problem("name", f"is {self.name}, {reason}")
+        if self.reference == "precompute" and "reference" not in run.loss.roles:
+            yield Problem(
+                "reference",
+                f"is precompute, but loss: {run.loss.name} reads no reference model. Remove the setting `reference`.",
+            )
 
     def _misfits(self, run: RunConfig) -> Iterable[str]:
         if run.loss.trains_on == "tokens":
@@ -143,6 +148,10 @@ class DpoConfig(PairLossConfig):
                 "label_smoothing",
                 f"is {self.label_smoothing:g}, which loss_type: {self.loss_type} does not use. Set it to 0, or "
                 "loss_type: sigmoid.",
+            )
+        if self.length_normalized and self.loss_type == "ipo":
+            yield Problem(
+                "length_normalized", "is true, which loss_type: ipo does not read: it always uses means. Remove it."
             )
         if self.loss_type == "robust" and not self.label_smoothing:
             yield Problem(

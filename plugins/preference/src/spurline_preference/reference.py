@@ -96,7 +96,11 @@ def file_of(context: SourceContext, tokens: str) -> Path:
 def _digest_of_model(run: RunConfig) -> str:
     """Return a digest of the reference model's weights and config."""
     model = model_of(run.model, "reference")
-    digest = xxhash.xxh3_128(load_model_config(model).to_json_string(use_diff=False).encode())
+    settings = json.loads(load_model_config(model).to_json_string(use_diff=False))
+    # Neither the folder nor the version of the library changes a value.
+    for name in ("_name_or_path", "transformers_version"):
+        settings.pop(name, None)
+    digest = xxhash.xxh3_128(json.dumps(settings).encode())
     if model.init == "random":
         digest.update(str(run.seed).encode())
         return digest.hexdigest()
