@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from async_runs import IN_PROCESS, asynchronous
 from run_helpers import Config, assert_pieces_equal_the_whole, train
+from served_teachers import served
 
 from spurline_models.testing import write_tiny_model
 
@@ -22,20 +24,38 @@ def learning(config: Config, frozen: dict[str, Any], **changes: Any) -> Config:
 
 
 PRIVILEGED = {"name": "privileged_prompt", "text": "{question} It is {reference}."}
+HOWS: dict[str, dict[str, Any]] = {
+    "advantages": {"advantage": {"name": "teacher", "reward": "grpo", "reward_weight": 0.1}},
+    "privileged": {
+        "advantage": {"name": "teacher", "teacher": "reference"},
+        "scorers": [{**PRIVILEGED, "role": "reference"}],
+    },
+    # A teacher needs no second sample to compare an answer with.
+    "distributions": {"samples_per_prompt": 1},
+}
 
 
-@pytest.mark.parametrize("how", ["advantages", "privileged", "distributions"])
+@pytest.mark.parametrize("how", HOWS)
 def test_a_stopped_run_on_the_policys_own_answers_goes_on_as_the_whole(
     rl_config: Config, frozen: dict[str, Any], tmp_path: Path, how: str
 ) -> None:
-    of_source: dict[str, Any] = {"advantage": {"name": "teacher", "reward": "grpo", "reward_weight": 0.1}}
-    if how == "privileged":
-        of_source["scorers"] = [PRIVILEGED]
     loss = {"loss": {"name": "distillation", "divergence": "reverse_kl", "top_k": 8}} if how == "distributions" else {}
-    # A teacher needs no second sample to compare an answer with.
-    source = {**rl_config["source"], **({"samples_per_prompt": 1} if loss else of_source)}
-    config = learning(rl_config, frozen, source=source, **loss)
+    config = learning(rl_config, frozen, source={**rl_config["source"], **HOWS[how]}, **loss)
     assert_pieces_equal_the_whole(config, tmp_path, stops=[1])
+
+
+@pytest.mark.processes
+def test_a_stopped_asynchronous_run_with_a_served_teacher_that_sees_the_solution_goes_on_as_the_whole(
+    rl_config: Config, spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    with served(spurline_tiny_model) as server:
+        source = {
+            "max_staleness": 0,
+            "engine": IN_PROCESS,
+            "advantage": {"name": "teacher", "served": True},
+            "scorers": [PRIVILEGED, {"name": "served_teacher", "urls": [server.url], "top_k": 3}],
+        }
+        assert_pieces_equal_the_whole(asynchronous(learning(rl_config, {}), **source), tmp_path, stops=[1])
 
 
 def test_the_divergence_from_the_teacher_falls_on_the_tokens_of_the_data_and_a_stopped_run_is_the_whole(

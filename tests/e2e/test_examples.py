@@ -128,6 +128,45 @@ def test_grpo_makes_a_weak_sorter_a_good_one(
     assert (tmp_path / "rl/report.html").exists()
 
 
+SMALL_ROLLOUTS = {
+    "source.prompts_per_step": 4,
+    "source.samples_per_prompt": 2,
+    "minibatches.prompts_per_minibatch": 2,
+    "source.sampling.max_new_tokens": 4,
+}
+RECIPES: dict[str, dict[str, object]] = {
+    # The reference model scores all rows of the data, so there are few.
+    "kto_sort.yaml": {"evaluation.generate.max_samples": 4, "data.train": "examples/data/sort_pairs_eval.jsonl"},
+    "orpo_sort.yaml": {"evaluation.generate.max_samples": 4},
+    "reward_model_sort.yaml": {},
+    "rl_sort_dppo.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
+    "distill_sort.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4, "model.frozen.teacher.path": "MODEL"},
+    "curriculum_sort.yaml": {
+        **SMALL_ROLLOUTS,
+        "data.train": "DATA/levels_train.jsonl",
+        "evaluations.six.data": "DATA/eval_6.jsonl",
+        "evaluations.six.max_new_tokens": 2,
+    },
+}
+"""Example -> settings that make it small, beside those of every one. MODEL and DATA are paths."""
+
+
+@pytest.mark.parametrize("example", RECIPES)
+def test_the_example_of_a_recipe_trains(
+    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spurline_tiny_model: Path, example: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    if example == "curriculum_sort.yaml":
+        run_script(monkeypatch, "data/make_levels_data.py", tmp_path)
+    settings = {"run_dir": tmp_path / "run", "model.path": "MODEL", "steps": 2, **RECIPES[example]}
+    paths = {"MODEL": str(spurline_tiny_model), "DATA": str(tmp_path)}
+    values = {key: re.sub("MODEL|DATA", lambda found: paths[found[0]], str(value)) for key, value in settings.items()}
+    options = [argument for key, value in values.items() for argument in ("--set", f"{key}={value}")]
+    code, _, err = spurline("train", f"examples/{example}", *options)
+    assert code == 0, err
+    assert len(read_metrics(tmp_path / "run")) >= 2
+
+
 def find(example: str, name: str) -> Path:
     folder = EXAMPLES / example
     (path,) = [path for path in folder.rglob(Path(name).name) if path.as_posix().endswith(f"/{name}")]

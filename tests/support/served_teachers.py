@@ -7,8 +7,17 @@ answer is for other tokens than those that were sent. With NO_TOKENS or NO_LOGPR
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +73,46 @@ def app_of(folder: str, option: str) -> web.Application:
     if option != "NO_TOKENS":
         app.add_routes([web.post("/tokenize", tokenize)])
     return app
+
+
+class Server:
+    """A teacher's process, which can be killed and started again at the same address."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._command = [sys.executable, "-m", "served_teachers", str(folder), str(self._port), *options]
+        self.start()
+
+    def start(self) -> None:
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(self._command, env={**os.environ, "PYTHONPATH": path})
+
+    def wait(self) -> None:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).close()
+            except OSError:
+                time.sleep(0.05)
+            else:
+                return
+        raise AssertionError("the server of the teacher did not start")
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[Server]:
+    server = Server(folder, *options)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
 
 
 if __name__ == "__main__":

@@ -165,7 +165,11 @@ def test_a_privileged_prompt_shows_the_solution_in_the_last_message_alone() -> N
         ({"advantage": {"name": "teacher", "served": True}}, "ppo", "no scorer adds teacher_logprobs"),
         ({"advantage": "teacher", "scorers": [SERVED]}, "ppo", "a scorer adds teacher_logprobs"),
         ({"scorers": [SHOWN]}, "distillation", "nothing reads this prompt"),
-        ({"advantage": {"name": "teacher", "teacher": "reference"}, "scorers": [SHOWN]}, "ppo", "Roles: reference"),
+        (
+            {"advantage": {"name": "teacher", "teacher": "reference"}, "scorers": [SHOWN]},
+            "ppo",
+            "Roles of the advantage: reference",
+        ),
         (
             {"advantage": {"name": "teacher", "served": True}, "scorers": [SERVED, SHOWN]},
             "ppo",

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from served_teachers import logprobs_after
+from served_teachers import Server, logprobs_after, served
 from transformers import AutoTokenizer
 
 from spurline.errors import ConfigError, DataError
@@ -32,52 +24,11 @@ from spurline_rl.trajectory import Group, turns_of
 pytestmark = pytest.mark.processes
 
 NUM_PROMPTS = int(os.environ.get("SERVED_PROMPTS", "50"))
-SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("teacher"), seed=3)
-
-
-class Server:
-    """A teacher's process, which can be killed and started again at the same address."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._command = [sys.executable, "-m", "served_teachers", str(folder), str(self._port), *options]
-        self.start()
-
-    def start(self) -> None:
-        path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen(self._command, env={**os.environ, "PYTHONPATH": path})
-
-    def wait(self) -> None:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).close()
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return
-        raise AssertionError("the server of the teacher did not start")
-
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-
-@contextmanager
-def served(folder: Path, *options: str) -> Iterator[Server]:
-    server = Server(folder, *options)
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.kill()
 
 
 def teacher(folder: Path, *urls: str, **settings: Any) -> ServedTeacher:

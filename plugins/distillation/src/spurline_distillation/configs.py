@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from string import Formatter
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -12,7 +12,6 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import Problem, listing
 from spurline.protocols.loss import LossConfig
-from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.scorer import ScorerConfig
 
@@ -175,6 +174,16 @@ class ServedTeacherConfig(ScorerConfig):
             )
 
 
+@runtime_checkable
+class HasScorers(Protocol):
+    """Settings of a source whose groups are scored."""
+
+    @property
+    def advantage(self) -> AdvantageConfig: ...
+    @property
+    def scorers(self) -> Sequence[ScorerConfig]: ...
+
+
 class PrivilegedPromptConfig(ScorerConfig):
     """Another prompt for the teacher, which may show it the solution (self-distillation)."""
 
@@ -198,15 +207,15 @@ class PrivilegedPromptConfig(ScorerConfig):
                 "text",
                 "may have braces only around names, as in {question} or {NAME}. Write other braces twice: {{ and }}.",
             )
-        if not isinstance(run.source, PromptSourceConfig):
+        if not isinstance(run.source, HasScorers):
             return
         scorers = list(run.source.scorers)
         later = scorers[next(number for number, each in enumerate(scorers) if each is self) :]
-        served = {each.role for each in later if isinstance(each, ServedTeacherConfig)}
-        read = {*run.source.advantage.roles, *served}
-        if self.role not in read:
+        added = {column for each in later for column in each.columns}
+        if self.role not in run.source.advantage.roles and f"{self.role}_logprobs" not in added:
             yield Problem(
                 "role",
                 f"is {self.role}, but nothing reads this prompt: it is for a teacher of source.advantage, or of a "
-                f"`served_teacher` after it in source.scorers. Roles: {listing(read)}.",
+                f"`served_teacher` after it in source.scorers. Roles of the advantage: "
+                f"{listing(run.source.advantage.roles)}.",
             )
