@@ -218,7 +218,7 @@ def with_own(plugins: FakePlugins) -> FakePlugins:
             {"source": "preference", "collator": "own_rows", "data": {"train": "rows.jsonl", "max_length": 2000}},
             "4000 tokens, twice data.max_length, but collator.max_tokens is 3000",
         ),
-        ({"source": "preference", "loss": "own_loss"}, "own_loss would train on rejected answers as on chosen ones"),
+        ({"source": "preference", "loss": "own_loss"}, "own_loss would train on bad answers as on good ones"),
         (
             {"source": "preference", "backend": {"name": "own_backend", "noise": 0.1}},
             "source.name is preference, which compares logprobs .* but backend.noise is 0.1",
