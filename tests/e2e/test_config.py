@@ -33,7 +33,8 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 def validator() -> Any:
     """A validator of the JSON schema. Checking the schema itself takes longer than all examples."""
     validators = pytest.importorskip("jsonschema.validators")
-    host = PluginHost.load(["collation_fast", "async_rl", "fsdp_backend", "megatron_backend"])
+    recipes = ["curricula", "distillation", "evals", "objectives", "reward_models"]
+    host = PluginHost.load(["collation_fast", "async_rl", "fsdp_backend", "megatron_backend", *recipes])
     schema = config_model(host).model_json_schema()
     kind = validators.validator_for(schema)
     kind.check_schema(schema)
@@ -218,7 +219,7 @@ def with_own(plugins: FakePlugins) -> FakePlugins:
             {"source": "preference", "collator": "own_rows", "data": {"train": "rows.jsonl", "max_length": 2000}},
             "4000 tokens, twice data.max_length, but collator.max_tokens is 3000",
         ),
-        ({"source": "preference", "loss": "own_loss"}, "own_loss would train on rejected answers as on chosen ones"),
+        ({"source": "preference", "loss": "own_loss"}, "own_loss would train on bad answers as on good ones"),
         (
             {"source": "preference", "backend": {"name": "own_backend", "noise": 0.1}},
             "source.name is preference, which compares logprobs .* but backend.noise is 0.1",
