@@ -25,6 +25,7 @@ from spurline.protocols.order import SampleFacts
 from spurline_curricula.configs import SuccessMixtureConfig
 from spurline_curricula.parts import Parts, divide
 from spurline_rl.protocols.adaptive_order import ScoredDraw
+from spurline_rl.reward_adaptive import DrawnInBlocks
 
 _PASSES = 2**34
 """First of this order's streams of random numbers, one for each part. Streams of other orders have smaller numbers."""
@@ -32,7 +33,7 @@ _WITHIN_BLOCKS = _PASSES - 1
 """The stream that shuffles the prompts of a block."""
 
 
-class SuccessMixtureOrder:
+class SuccessMixtureOrder(DrawnInBlocks):
     """An order that learns from rewards. All its state are arrays, which a checkpoint saves."""
 
     def __init__(self, config: SuccessMixtureConfig, *, samples: SampleFacts, seed: int) -> None:
@@ -45,8 +46,7 @@ class SuccessMixtureOrder:
         self._part_of = np.full(sum(samples.sizes), -1, np.int64)
         for part, numbers in enumerate(self._parts.members):
             self._part_of[numbers] = part
-        self._block = min(samples.per_step, int(self._sizes.sum()))
-        self._blocks: list[NDArray[np.int32]] = []
+        super().__init__(min(samples.per_step, int(self._sizes.sum())))
         parts = len(self._sizes)
         self._place = np.zeros(parts, np.int64)
         """Number of prompts of each part that the passes over it have drawn."""
@@ -61,16 +61,6 @@ class SuccessMixtureOrder:
         """How often each unsolved prompt was drawn again."""
         self._counts = {"replayed": 0, "solved": 0, "given_up": 0}
         self._pass = functools.lru_cache(maxsize=2 * parts)(self._shuffled)
-
-    def positions(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop). A block is drawn when its first position is needed."""
-        if start >= stop:
-            return np.zeros(0, np.int64)
-        first, last = start // self._block, (stop - 1) // self._block
-        while len(self._blocks) <= last:
-            self._blocks.append(self._draw(len(self._blocks)))
-        offset = first * self._block
-        return np.concatenate(self._blocks[first : last + 1])[start - offset : stop - offset].astype(np.int64)
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
         """Update the means of the parts, and choose the prompts to draw again."""
@@ -96,8 +86,7 @@ class SuccessMixtureOrder:
 
     def state_dict(self) -> dict[str, object]:
         return {
-            "block": self._block,
-            "drawn": np.concatenate(self._blocks) if self._blocks else np.zeros(0, np.int32),
+            **super().state_dict(),
             "place": self._place.copy(),
             "owed": self._owed.copy(),
             "seen": self._seen.copy(),
@@ -109,8 +98,7 @@ class SuccessMixtureOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._block = int(state["block"])
-        self._blocks = list(np.asarray(state["drawn"], np.int32).reshape(-1, self._block))
+        super().load_state_dict(state)
         self._place, self._seen = (np.array(state[name], np.int64) for name in ("place", "seen"))
         self._owed, self._success, self._learnable = (
             np.array(state[name], np.float64) for name in ("owed", "success", "learnable")

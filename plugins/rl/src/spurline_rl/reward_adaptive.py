@@ -7,6 +7,7 @@ remembers all draws, so a position always has the same sample.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,19 +23,21 @@ _DRAWS = 2**33
 """Number of this order's stream of random numbers. Streams of other orders have smaller numbers."""
 
 
-class RewardAdaptiveOrder:
-    """An order that keeps all draws, four bytes each, and each prompt's success, which is NaN before its first draw."""
+class DrawnInBlocks(ABC):
+    """Base of orders that draw the prompts of a step together, and remember all draws, four bytes each.
 
-    def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
-        self._config = config
-        self._seed = seed
-        self._mixture = np.repeat(np.array(samples.weights, np.float64), samples.sizes)
-        self._success: NDArray[np.float64] = np.full(len(self._mixture), np.nan)
-        self._block = min(samples.per_step, len(self._mixture))
+    `_draw(number)` returns the next block of `_block` samples, int32. It is called once for each block, in order.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
         self._blocks: list[NDArray[np.int32]] = []
 
+    @abstractmethod
+    def _draw(self, number: int) -> NDArray[np.int32]: ...
+
     def positions(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop). A block (the prompts of a step) is drawn when first needed."""
+        """Return the samples at positions [start, stop). A block is drawn when its first position is needed."""
         if start >= stop:
             return np.zeros(0, np.int64)
         first, last = start // self._block, (stop - 1) // self._block
@@ -43,18 +46,35 @@ class RewardAdaptiveOrder:
         offset = first * self._block
         return np.concatenate(self._blocks[first : last + 1])[start - offset : stop - offset].astype(np.int64)
 
+    def state_dict(self) -> dict[str, object]:
+        drawn = np.concatenate(self._blocks) if self._blocks else np.zeros(0, np.int32)
+        return {"block": self._block, "drawn": drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._block = int(state["block"])
+        self._blocks = list(np.asarray(state["drawn"], np.int32).reshape(-1, self._block))
+
+
+class RewardAdaptiveOrder(DrawnInBlocks):
+    """An order that keeps each prompt's success, which is NaN before its first draw."""
+
+    def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._mixture = np.repeat(np.array(samples.weights, np.float64), samples.sizes)
+        self._success: NDArray[np.float64] = np.full(len(self._mixture), np.nan)
+        super().__init__(min(samples.per_step, len(self._mixture)))
+
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
         """Update the success of these prompts. Raises ConfigError if they have no reward of the configured name."""
         for draw in draws:
             self._success[draw.sample] = self._config.success_of(draw)
 
     def state_dict(self) -> dict[str, object]:
-        drawn = np.concatenate(self._blocks) if self._blocks else np.zeros(0, np.int32)
-        return {"block": self._block, "drawn": drawn, "success": self._success.copy()}
+        return {**super().state_dict(), "success": self._success.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._block = int(state["block"])
-        self._blocks = list(np.asarray(state["drawn"], np.int32).reshape(-1, self._block))
+        super().load_state_dict(state)
         self._success = np.array(state["success"], np.float64)
 
     def _draw(self, number: int) -> NDArray[np.int32]:
