@@ -13,7 +13,9 @@ from spurline.plugins.host import PluginHost
 from spurline.testing import PluginContract
 from spurline_insight.testing import ReportPanelContract
 from spurline_models.testing import LossContract, OptimizerContract
+from spurline_plugin_template.anchored_loss import AnchoredLoss
 from spurline_plugin_template.config import (
+    AnchoredConfig,
     BalancedFocalConfig,
     FocalConfig,
     LionConfig,
@@ -50,6 +52,11 @@ class TestFocalLoss(LossContract):
 class TestBalancedFocalLoss(LossContract):
     def make_loss(self) -> BalancedFocalLoss:
         return BalancedFocalLoss(BalancedFocalConfig())
+
+
+class TestAnchoredLoss(LossContract):
+    def make_loss(self) -> AnchoredLoss:
+        return AnchoredLoss(AnchoredConfig())
 
 
 class TestLion(OptimizerContract):

@@ -79,6 +79,22 @@ class BalancedFocalConfig(FocalConfig):
     name: str = "balanced_focal"
 
 
+ANCHOR = "anchor"
+"""Role of the model that `anchored` reads: a key of `model.frozen`."""
+
+
+class AnchoredConfig(LossConfig):
+    """Cross-entropy, and the divergence from another model (`model.frozen.anchor`) at every trained token."""
+
+    name: str = "anchored"
+    weight: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    """Weight of the divergence."""
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset({ANCHOR})
+
+
 class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023, arXiv:2302.06675). It needs a third to a tenth of AdamW's learning rate."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from spurline.plugins import ComponentRegistrar, Plugin, hookimpl
 from spurline_plugin_template import hookspecs
 from spurline_plugin_template.config import (
+    AnchoredConfig,
     BalancedFocalConfig,
     ByDifficultyConfig,
     FocalConfig,
@@ -32,6 +33,7 @@ PLUGIN = Plugin("plugin_template", api=2, config=TemplateConfig)
 def register_components(registry: ComponentRegistrar) -> None:
     registry.add(FocalConfig, "spurline_plugin_template.focal_loss:FocalLoss")
     registry.add(BalancedFocalConfig, "spurline_plugin_template.focal_loss:BalancedFocalLoss")
+    registry.add(AnchoredConfig, "spurline_plugin_template.anchored_loss:AnchoredLoss")
     registry.add(ByDifficultyConfig, "spurline_plugin_template.by_difficulty:ByDifficulty")
     registry.add(RowsWhereConfig, "spurline_plugin_template.rows_where:RowsWhere")
     registry.add(LionConfig, "spurline_plugin_template.lion:Lion")
