@@ -214,8 +214,8 @@ def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_
 
     evaluate, asked = AsyncRolloutSource._evaluate, list[int]()
 
-    def distrust_first(self: Any, prompts: Any, held_out: Any) -> Any:
-        outcomes = evaluate(self, prompts, held_out)
+    def distrust_first(self: Any, prompts: Any, held_out: Any, *more: Any) -> Any:
+        outcomes = evaluate(self, prompts, held_out, *more)
         [engine] = {turn.engines[-1] for turn in turns_of(outcomes)}
         asked.append(len(prompts))
         change = self._producer.distrust if len(asked) == 1 else self._producer.trust

@@ -87,7 +87,7 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
     kinds = {name.partition(".")[2] for name in refused}
     assert kinds == {
         # datasets
-        *("format", "columns", "weight", "on_bad_row", "label", "subset", "split", "revision", "append_eos"),
+        *("format", "columns", "weight", "share", "on_bad_row", "label", "subset", "split", "revision", "append_eos"),
         # orders of samples
         *("column", "direction", "failed", "floor", "pool_batches", "reward", "solved", "stages"),
         # losses, rewards, environments

@@ -34,6 +34,19 @@ class TestPlugin(PluginContract):
     plugin_module = "spurline_plugin_template.plugin"
 
 
+class TestFocalLoss(LossContract):
+    def make_loss(self) -> FocalLoss:
+        return FocalLoss(FocalConfig())
+
+
+class TestLion(OptimizerContract):
+    def make_config(self, **settings: Any) -> LionConfig:
+        return LionConfig(**settings)
+
+    def make_optimizer(self, config: LionConfig, named_parameters: Mapping[str, Parameter]) -> Lion:
+        return Lion(config, named_parameters)
+
+
 class TestRowsWhere(DatasetContract):
     def make_dataset(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> RowsWhere:
         # Between the rows that are taken there is another one.
@@ -44,11 +57,6 @@ class TestRowsWhere(DatasetContract):
         return RowsWhere(config, registry=PluginHost.load([]).registry)
 
 
-class TestFocalLoss(LossContract):
-    def make_loss(self) -> FocalLoss:
-        return FocalLoss(FocalConfig())
-
-
 class TestBalancedFocalLoss(LossContract):
     def make_loss(self) -> BalancedFocalLoss:
         return BalancedFocalLoss(BalancedFocalConfig())
@@ -57,14 +65,6 @@ class TestBalancedFocalLoss(LossContract):
 class TestAnchoredLoss(LossContract):
     def make_loss(self) -> AnchoredLoss:
         return AnchoredLoss(AnchoredConfig())
-
-
-class TestLion(OptimizerContract):
-    def make_config(self, **settings: Any) -> LionConfig:
-        return LionConfig(**settings)
-
-    def make_optimizer(self, config: LionConfig, named_parameters: Mapping[str, Parameter]) -> Lion:
-        return Lion(config, named_parameters)
 
 
 class TestStepTimesPanel(ReportPanelContract):

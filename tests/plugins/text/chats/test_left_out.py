@@ -12,7 +12,7 @@ from spurline.config.run_config import DataConfig
 from spurline.data.token_store import describe, summarize
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_preference.source import side_of
+from spurline_preference.rows import side_of
 from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline_text.datasets.hf_dataset import HfDataset
 from spurline_text.prompts import prompt_and_reference

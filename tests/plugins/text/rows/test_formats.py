@@ -13,7 +13,7 @@ from spurline.config.loading import load_config
 from spurline.config.run_config import DataConfig
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_preference.source import side_of
+from spurline_preference.rows import side_of
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.datasets.hf_dataset import HfDataset
 from spurline_text.encoding import Dropped, RowEncoder
