@@ -170,7 +170,7 @@ def _values(default: Any) -> Any:
         chosen = {"name"} if isinstance(default, ComponentConfig) else set[str]()
         return {name: _values(getattr(default, name)) for name in default.model_fields_set | chosen}
     if isinstance(default, (tuple, list)):
-        return type(default)(map(_values, cast("Sequence[Any]", default)))
+        return (list if isinstance(default, list) else tuple)(map(_values, cast("Sequence[Any]", default)))
     if isinstance(default, dict):
         return {key: _values(value) for key, value in cast("Mapping[Any, Any]", default).items()}
     return default

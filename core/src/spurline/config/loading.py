@@ -189,9 +189,9 @@ def _loaded_plugins(
         return PluginHost.load(names, available)
     except (PluginError, PydanticCustomError) as error:
         line = document.lines.get("plugins")
-        place = f"{document.origin}:{line}" if line else document.origin
+        where = f"{document.origin}:{line}" if line else document.origin
         note = _note_of_override("plugins", document)
-        raise PluginError(f"{place}: plugins: {error}{note}") from error.__cause__
+        raise PluginError(f"{where}: plugins: {error}{note}") from error.__cause__
 
 
 def config_model(host: PluginHost) -> type[RunConfig]:

@@ -104,7 +104,8 @@ class SuccessMixtureOrder(DrawnInBlocks):
             np.array(state[name], np.float64) for name in ("owed", "success", "learnable")
         )
         self._waiting = dict.fromkeys(np.asarray(state["waiting"]).tolist())
-        self._times = dict(np.asarray(state["tried"], np.int64).reshape(-1, 2).tolist())
+        samples, times = np.asarray(state["tried"], np.int64).reshape(-1, 2).T.tolist()
+        self._times = dict(zip(samples, times, strict=True))
         self._counts = {name: int(count) for name, count in state["counts"].items()}
 
     def _weights(self) -> NDArray[np.float64]:

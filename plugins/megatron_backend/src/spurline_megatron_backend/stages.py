@@ -178,7 +178,7 @@ class StagedModel:
             for part in self.runs:
                 # Gradient sums that begin in the last micro-batch read this attribute. Later ones get an argument.
                 cast(Any, part).force_all_reduce = whole_gradients
-        iterators = [enumerate(microbatches) for _ in self.parts]
+        iterators: list[Iterator[Any]] = [enumerate(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):
             get_forward_backward_func()(
                 forward_step_func=step,

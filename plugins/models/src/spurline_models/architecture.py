@@ -84,8 +84,8 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
         config.num_labels = 1
     elif has_score(config):
         raise ModelError(
-            f"model.path: {model.path} is a {config.architectures[0]}, which gives scores and has no vocabulary. Set "
-            "model.head: score, or choose the language model that it was made from."
+            f"model.path: {model.path} is a {', '.join(config.architectures or ())}, which gives scores and has no "
+            "vocabulary. Set model.head: score, or choose the language model that it was made from."
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(

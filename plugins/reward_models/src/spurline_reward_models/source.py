@@ -69,7 +69,8 @@ class StepRows(DerivedDataset):
     def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return list(self._tokenizer.encode(prompt))
-        return list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        ids: Any = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        return list(ids)
 
     def fingerprint(self) -> str:
         settings = f"{self._config.separator}/{self._config.scored}/{self._kind}"

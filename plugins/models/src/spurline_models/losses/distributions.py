@@ -15,11 +15,12 @@ class Distribution(Protocol):
     """A model's distributions of the next token at n positions, at the temperature of the objective.
 
     Ranks may divide the vocabulary. Then the methods are collectives, which all ranks call in the same order.
-
-    logprobs: [n, V], float32 or float64, of this rank's V tokens, normalised over the whole vocabulary.
     """
 
-    logprobs: Tensor
+    @property
+    def logprobs(self) -> Tensor:
+        """Logprobs [n, V], float32 or float64, of this rank's V tokens, normalised over the whole vocabulary."""
+        ...
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sums [n] of values [n, V] over the whole vocabulary. Gradients flow through them."""
