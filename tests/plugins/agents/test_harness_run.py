@@ -11,6 +11,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
+from spurline.errors import ConfigError
 from spurline_models.local.backend import LocalBackend
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
@@ -27,6 +28,10 @@ def talk(session):
             messages += [answer.choices[0].message, {"role": "user", "content": question}]
     letters = [letter for letter in (messages[-2].content or "").lower() if letter.isalpha()]
     return {"early": sum(letter < "n" for letter in letters) / max(1, len(letters)), "turns": 2}
+
+def answer(session):
+    """Leave the reward to a model."""
+    talk(session)
 '''
 
 
@@ -107,11 +112,22 @@ def test_a_run_trains_on_exactly_what_the_engine_wrote(
         assert line["groups/drawn"] == 2
 
 
-def test_a_run_with_an_agent_can_be_repeated_and_resumed_exactly(
+def test_a_run_with_an_agent_and_a_reward_model_can_be_repeated_and_resumed_exactly(
     harness_config: dict[str, Any], tmp_path: Path
 ) -> None:
+    source, model = harness_config["source"], harness_config["model"]
+    rewards = {"quality": {"name": "model", "role": "judge"}}
+    environment = {"name": "harness", "agent": "run_agents:answer", "rewards": rewards}
+    harness_config = harness_config | {
+        "plugins": [*harness_config["plugins"], "reward_models"],
+        "source": source | {"environment": environment, "reward_weights": {"quality": 2.0}},
+    }
+    with pytest.raises(ConfigError, match="no model with the role 'judge'"):
+        load_config(harness_config)
+    harness_config["model"] = model | {"frozen": {"judge": model | {"init": "random", "head": "score"}}}
     whole = harness_config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
+    assert all(line["rewards/quality"] != 0 for line in read_metrics(tmp_path / "whole"))
     Run(load_config(harness_config | {"steps": 1})).train()
     Run(load_config(harness_config)).train()
     assert deterministic(read_metrics(harness_config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))

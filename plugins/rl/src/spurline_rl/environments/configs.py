@@ -13,7 +13,7 @@ from spurline.errors import Problem, listing, suggestion
 from spurline_rl.function_settings import FunctionSetting, name_of
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.environment import EnvironmentConfig
-from spurline_rl.protocols.reward import RewardConfig, RewardTable
+from spurline_rl.protocols.reward import RewardTable
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 BUILT_IN_TOOLS = {"calculator": "spurline_rl.environments.calculator:calculator"}
 """Built-in tools, which a config may name without a module."""
-
-
-def _model_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
-    return {term: config.scored_by for term, config in rewards.items() if config.scored_by is not None}
 
 
 class RewardedEnvironmentConfig(EnvironmentConfig):
@@ -37,10 +33,6 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
     @property
     def reward_terms(self) -> Collection[str]:
         return self.rewards
-
-    @property
-    def model_rewards(self) -> Mapping[str, str]:
-        return _model_rewards(self.rewards)
 
 
 class SingleTurnConfig(RewardedEnvironmentConfig):
@@ -109,10 +101,6 @@ class CustomConfig(EnvironmentConfig):
     @property
     def reward_terms(self) -> Collection[str] | None:
         return self.rewards or None
-
-    @property
-    def model_rewards(self) -> Mapping[str, str]:
-        return _model_rewards(self.rewards)
 
     @property
     def most_turns(self) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 from spurline_concurrency.calls import AttemptFailedError as AttemptFailedError
+from spurline_rl.protocols.reward import RewardConfig
 
 if TYPE_CHECKING:
     from spurline.protocols.dataset import DatasetConfig
@@ -27,8 +28,13 @@ class EnvironmentConfig(ComponentConfig):
 
     @property
     def model_rewards(self) -> Mapping[str, str]:
-        """Return {reward term: role} of the rewards that models of the backend give (`RewardConfig.scored_by`)."""
-        return {}
+        """Return {reward term: role} of the rewards that models of the backend give (`RewardConfig.scored_by`).
+
+        These are the rewards in all settings of the type `RewardTable`.
+        """
+        tables = (cast("Mapping[str, Any]", value) for _, value in self if isinstance(value, Mapping))
+        items = [(term, each) for table in tables for term, each in table.items() if isinstance(each, RewardConfig)]
+        return {term: reward.scored_by for term, reward in items if reward.scored_by is not None}
 
     @property
     def most_turns(self) -> int:
