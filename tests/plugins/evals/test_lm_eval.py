@@ -333,6 +333,16 @@ def test_ranks_find_the_same_scores(config: Config) -> None:
         ({}, {"tasks": ["drawn"]}, "draws its answers.*or train with source: rollouts"),
         ({}, {"tasks": ["beams"]}, "setting num_beams: 4, which is not supported"),
         (
+            {
+                "plugins": ["evals", "reward_models"],
+                "model": {"path": "models/tiny", "head": "score"},
+                "source": "preference",
+                "loss": "bradley_terry",
+            },
+            {},
+            "evaluations.bench.name is lm_eval, which needs logprobs, and model.head: score gives none",
+        ),
+        (
             {"plugins": ["evals", "megatron_backend"], "backend": {"name": "megatron", "device": "cpu"}},
             {},
             "has answers, which needs generated answers, but backend 'megatron'",

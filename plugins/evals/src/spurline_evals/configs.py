@@ -50,5 +50,7 @@ class LmEvalConfig(EvaluationConfig):
 
     def problems(self, run: Any) -> Iterable[Problem]:
         yield from super().problems(run)
+        if run.model.head == "score":
+            yield Problem("name", f"is {self.name}, which needs logprobs, and model.head: score gives none. Remove it.")
         if find_spec("lm_eval") is None:
             yield Problem("name", f"is {self.name}, which needs lm-eval. Run `pip install 'spurline-evals[lm-eval]'`.")
