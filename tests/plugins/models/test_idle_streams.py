@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.loss import MetricValues, Objective, TokenLossInputs
-from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
+from spurline_models.accumulate import StepSums, SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.dealing import RankShare, deal
 from spurline_models.device_profile import device_profile
 from spurline_models.local.backend import LocalBackend
@@ -128,6 +128,14 @@ def test_evaluation_and_logprobs_of_ranks_are_those_of_one_process(backend: Loca
     assert "part/mean" in got.metric_weights
     logprobs = [logprobs_of(model, share_streams(s, (), PROFILE), s.batch, 0.7, PROFILE) for s in dealing.shares]
     torch.testing.assert_close(dealing.gather(logprobs), backend.logprobs(batch, temperature=0.7), rtol=1e-5, atol=1e-5)
+
+
+def test_a_value_without_weight_may_be_infinite_or_not_a_number() -> None:
+    sums = StepSums()
+    values, own = torch.tensor([1.0, math.inf, math.nan, 2.0]), torch.tensor([1.0, 0.0, 0.0, 3.0])
+    for name in ("mean", "a/max", "a/min"):
+        sums._add_metric(name, (values, own), torch.ones(4))
+    assert sums.fetch()[0].metrics() == {"mean": 7 / 4, "a/max": 2.0, "a/min": 1.0}
 
 
 def test_extremes_of_ranks_join_and_a_broken_one_stays_visible() -> None:

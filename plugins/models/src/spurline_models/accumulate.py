@@ -236,17 +236,16 @@ class StepSums:
 
     def _add_metric(self, name: str, values: MetricValues, weights: Tensor) -> None:
         ending = name.rpartition("/")[2]
-        own_weights: Tensor | None = None
         if isinstance(values, tuple):
             values, own_weights = values
+            # Values without weight may be infinite or NaN.
+            values = torch.where(own_weights != 0, values, {"max": -math.inf, "min": math.inf}.get(ending, 0.0))
             weights = weights * own_weights.to(weights.dtype)
             _add(self._metric_weights, name, weights.sum())
         if ending not in _EXTREMES:
             _add(self._sums, name, torch.dot(weights, values.to(weights.dtype)))
             return
         join = _EXTREMES[ending][0]
-        if own_weights is not None:
-            values = torch.where(own_weights != 0, values, -math.inf if ending == "max" else math.inf)
         extreme = (values.max() if ending == "max" else values.min()).double()
         self._extremes[name] = join(self._extremes[name], extreme) if name in self._extremes else extreme
 
