@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from spurline.errors import ConfigError
@@ -61,12 +61,18 @@ def test_a_mixture_holds_its_shares_in_each_epoch_and_sees_all_rows_of_a_part_eq
 ) -> None:
     samples = facts(parts, weight=weight)
     shares = {parts[0]: 1.0 if set(parts) == {parts[0]} else share}
+    if 0 < shares[parts[0]] * samples.samples_per_epoch < 0.3:
+        with pytest.raises(ConfigError, match="which is no sample in an epoch"):
+            MixtureOrder(MixtureConfig(column="part", shares=shares), samples=samples, seed=seed)
+        return
+    assume(shares[parts[0]] == 0 or shares[parts[0]] * samples.samples_per_epoch >= 1)
     order = MixtureOrder(MixtureConfig(column="part", shares=shares), samples=samples, seed=seed)
     size, counts = samples.samples_per_epoch, np.zeros(len(parts), np.int64)
     for epoch in range(4):
         drawn = order.positions(epoch * size, (epoch + 1) * size)
         own = sum(parts[sample] == parts[0] for sample in drawn.tolist())
         assert abs(own - shares[parts[0]] * size) < 1
+        assert own or not shares[parts[0]]
         counts += np.bincount(drawn, minlength=len(parts))
         for part in set(parts):
             assert np.ptp(counts[np.array(parts) == part]) <= 1

@@ -32,7 +32,7 @@ class PartsConfig(OrderConfig):
 
 
 class MixtureConfig(PartsConfig):
-    """Mix the parts of the data by shares of samples, and shuffle each epoch. Shares are exact in each epoch."""
+    """Mix the parts of the data by shares of samples, and shuffle each epoch. An epoch rounds them to samples."""
 
     name: str = "mixture"
 

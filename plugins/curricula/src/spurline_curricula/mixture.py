@@ -1,4 +1,4 @@
-"""Order `mixture`: parts of the data in fixed shares, exact in each epoch, as a pure function of the seed."""
+"""Order `mixture`: parts of the data in fixed shares in each epoch, as a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from spurline.data.configs import UniformOrderConfig
 from spurline.data.orders.epochs import Indices, UniformOrder
-from spurline.errors import DataError
+from spurline.errors import ConfigError, DataError
 from spurline.protocols.order import SampleFacts
 from spurline_curricula.configs import MixtureConfig
 from spurline_curricula.parts import Parts, divide
@@ -25,6 +25,13 @@ class MixtureOrder:
         if not sizes.size:
             raise DataError(f"No row can be read, so data.order finds no value of {config.column}.")
         counts = divide(total, parts.shares * total, np.full(len(sizes), total))
+        for name, count in zip(parts.names, counts, strict=True):
+            share = config.shares.get(name)
+            if share and not count:
+                raise ConfigError.at(
+                    f"data.order.shares.{name}",
+                    f"is {share:g}, which is no sample in an epoch of {total:,}. Raise it, or set it to 0.",
+                )
         drawn = [part for part in range(len(sizes)) if counts[part]]
         self._numbers = np.concatenate([parts.members[part] for part in drawn])
         weights = tuple(float(counts[part] / sizes[part]) for part in drawn)
