@@ -113,6 +113,11 @@ def test_the_likeliest_tokens_of_a_served_teacher_give_what_those_of_a_model_giv
     found = served.from_logits(student, {}, {TOP_IDS: ids.int(), TOP_LOGPROBS: top})
     wanted = Distillation(DistillationConfig(divergence="reverse_kl", top_k=4))
     torch.testing.assert_close(found, wanted.from_logits(student, {"teacher": teacher}, {}))
+    # Two of its tokens that the trained model lacks count as all others.
+    smaller = WholeDistribution(student.logprobs[:, :7].log_softmax(-1))
+    columns = {TOP_IDS: torch.tensor([[0, 8, 2, 7]]).expand(6, 4), TOP_LOGPROBS: top}
+    known = {TOP_IDS: torch.tensor([[0, 2]]).expand(6, 2), TOP_LOGPROBS: top[:, [0, 2]]}
+    torch.testing.assert_close(served.from_logits(smaller, {}, columns), served.from_logits(smaller, {}, known))
 
 
 def test_each_row_learns_from_its_own_teacher_and_rewards_come_on_top() -> None:

@@ -26,6 +26,8 @@ from spurline_distillation.configs import TOP_IDS, TOP_LOGPROBS, DistillationCon
 from spurline_models.losses.distributions import Distribution
 
 DIVERGENCE = "distillation/divergence"
+_IMPOSSIBLE = -1e4
+"""A log-probability of an event without a probability. It is finite, so that their product is 0."""
 _RAREST = 1e-7
 """Smallest probability of the tokens outside of the top k, below which fp32 cannot tell it from 0."""
 
@@ -45,7 +47,11 @@ class Distillation:
         self, policy: Distribution, others: Mapping[str, Distribution], columns: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         if self.config.served:
-            p, q = _with_rest(columns[TOP_LOGPROBS]), _with_rest(policy.at(columns[TOP_IDS].long()))
+            ids, top = columns[TOP_IDS].long(), columns[TOP_LOGPROBS]
+            # A served teacher may have tokens that the trained model lacks. They count as all others.
+            is_unknown = ids >= policy.total(torch.ones_like(policy.logprobs)).unsqueeze(-1)
+            own = policy.at(ids.masked_fill(is_unknown, 0))
+            p, q = (_with_rest(values.masked_fill(is_unknown, _IMPOSSIBLE)) for values in (top, own))
             return {DIVERGENCE: self._terms(p, q).sum(-1)}
         found = 0.0
         for column, role in self._teachers.items():
