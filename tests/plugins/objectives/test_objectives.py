@@ -98,10 +98,19 @@ def test_a_token_that_is_certain_has_a_finite_divergence() -> None:
 
 
 @pytest.mark.parametrize("distance", [-0.01, 0.01])
-def test_a_step_has_the_entropy_bonus_only_below_the_target(distance: float) -> None:
-    target = REFERENCE["wanted"]["entropy"] + distance
+def test_a_step_has_the_entropy_bonus_only_below_the_target_whoever_drew_its_tokens(distance: float) -> None:
+    # Each token as often as an older policy draws it. The entropy is that of the policy before the update.
+    rollout, old = torch.tensor([0.5, 0.25, 0.125, 0.125]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    drawn = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
+    [sample] = make_samples([9], loss_share=1.1)
+    columns = {
+        name: torch.cat([torch.zeros(1), values.log()[drawn]]).unsqueeze(0)
+        for name, values in (("old_logprobs", old), ("rollout_logprobs", rollout))
+    }
+    batch = lay_out([sample]).with_tokens(**columns, loss_weights=torch.tensor([[0.0] + [1.0] * 8]))
+    target = -float(old @ old.log()) + distance
     loss = EntropyTarget(EntropyTargetConfig(entropy_target=target, entropy_coefficient=0.02))
-    column = loss.prepare(reference_batch(), lambda role, rows=None: torch.zeros(0))["entropy_coefficients"]
+    column = loss.prepare(batch, lambda role, rows=None: torch.zeros(0))["entropy_coefficients"]
     assert column.unique().tolist() == pytest.approx([0.02 if distance > 0 else 0.0])
 
 

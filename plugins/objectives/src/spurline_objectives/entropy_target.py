@@ -19,6 +19,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.protocols.loss import LogprobsOfRows, TokenLossInputs
 from spurline_objectives.configs import EntropyTargetConfig
 from spurline_rl.losses.algorithms import Ppo
+from spurline_rl.losses.policy_loss import bounded_exp
 
 _COEFFICIENTS = "entropy_coefficients"
 
@@ -26,8 +27,9 @@ _COEFFICIENTS = "entropy_coefficients"
 class EntropyTarget(Ppo):
     """A loss that `PreparesBatch`. It estimates e_k by the mean of -log p_old over the step's trained tokens.
 
-    The estimate is unbiased, because the tokens were drawn from this policy, and it costs no pass over the logits. It
-    is the same for all micro-batches and ranks of an optimizer step.
+    A token's weight in the mean is p_old / p_rollout, since it was drawn from the engine's policy, which may be older
+    or less precise. The estimate costs no pass over the logits. It is the same for all micro-batches and ranks of an
+    optimizer step.
     """
 
     prepares: frozenset[str] = frozenset({_COEFFICIENTS})
@@ -35,12 +37,13 @@ class EntropyTarget(Ppo):
     def __init__(self, config: EntropyTargetConfig):
         super().__init__(config)
         self._target = config.entropy_target
-        self.needs |= self.prepares
+        self.needs |= self.prepares | {"rollout_logprobs"}
 
     def prepare(self, batch: TrainingBatch, logprobs: LogprobsOfRows) -> Mapping[str, Tensor]:
-        old = batch.tokens["old_logprobs"]
-        trained = batch.tokens["loss_weights"] != 0
-        entropy = -float(old[trained].double().mean()) if bool(trained.any()) else 0.0
+        old, trained = batch.tokens["old_logprobs"], batch.tokens["loss_weights"] != 0
+        before, drawn_with = old[trained].double(), batch.tokens["rollout_logprobs"][trained].double()
+        weights = bounded_exp(before - drawn_with)
+        entropy = -float(weights @ before / weights.sum()) if bool(trained.any()) else 0.0
         coefficient = self.config.entropy_coefficient if entropy <= self._target else 0.0
         return {_COEFFICIENTS: torch.full_like(old, coefficient)}
 

@@ -8,7 +8,6 @@ dppo: equations 11 to 14 of arXiv:2602.04879, with the truncated ratio as a cons
 (`compute_policy_loss_dppo_tv` and `compute_policy_loss_dppo_kl` in verl/trainer/ppo/core_algos.py).
 kpop: a token is kept if both binary KL divergences are at most the threshold (ringtech.notion.site/kpop).
 ppo_per_row: the clipped objective of arXiv:1707.06347.
-ppo_entropy_target: alpha_k of arXiv:2505.22312, section on adaptive entropy control, with a constant coefficient.
 """
 
 from __future__ import annotations
@@ -78,11 +77,9 @@ batch = {
     "clip_high": [random.choice([0.2, 0.28]) for _ in range(COUNT)],
 }
 settings = {"tv": (0.15, 0.1, 1.5), "kl": (0.02, 0.05, 2.0)}
-entropy = -sum(batch["old_logprobs"]) / COUNT
 wanted = {f"dppo {name}": dppo(name, *values) for name, values in settings.items()} | {
     "ppo_per_row": ppo_per_row(),
     "kpop": kpop(0.03),
-    "entropy": entropy,
 }
 path = Path(__file__).with_name("reference.json")
 path.write_text(json.dumps({"batch": batch, "settings": settings, "wanted": wanted}) + "\n", encoding="utf-8")
