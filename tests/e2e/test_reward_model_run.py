@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from spurline.cli_options import load_run
 from spurline.errors import ConfigError, DataError, UserError
 from spurline_models.answering.answers import opened
 from spurline_planning.plan import make_plan
+from spurline_reward_models.configs import ScoredStepsConfig
+from spurline_reward_models.source import StepRows
 from spurline_rl.trajectory import Group
 
 
@@ -131,6 +134,18 @@ def test_a_label_that_the_loss_cannot_read_is_named_with_its_row(
     if label == 2.0:
         loss = {"name": "step_reward", "kind_of_label": "number"}
         assert train({**config, "data": data, "loss": loss, "steps": 1}).lines
+
+
+def test_runs_that_read_other_columns_share_no_tokens_and_a_moved_tokenizer_changes_none() -> None:
+    rows: Any = SimpleNamespace(label="rows", fingerprint=lambda: "rows")
+
+    def fingerprint(columns: dict[str, str], folder: str) -> str:
+        opened: Any = SimpleNamespace(dataset=rows, config=SimpleNamespace(columns=columns))
+        tokenizer: Any = SimpleNamespace(name_or_path=folder)
+        return StepRows(opened, ScoredStepsConfig(), tokenizer, "probability").fingerprint()
+
+    assert fingerprint({}, "a") == fingerprint({}, "b")
+    assert fingerprint({}, "a") != fingerprint({"completions": "other"}, "a")
 
 
 def test_a_model_without_a_vocabulary_is_refused_where_one_is_needed(rl_config: Config, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Data flow: row {prompt, completions, labels} -> `StepRows`: tokens with a mark a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,9 @@ from spurline_reward_models.configs import SaysKindOfLabel, ScoredStepsConfig
 from spurline_text.rows.rows import BadRowError, RowView, describe
 from spurline_text.sources.sft import SampleSet, SftSource
 from spurline_text.tokenization import DerivedDataset
+
+_VERSION = "/1"
+"""Part of the fingerprint. It must change with the tokens that `StepRows` makes of a row."""
 
 
 class StepRows(DerivedDataset):
@@ -73,8 +77,8 @@ class StepRows(DerivedDataset):
         return list(ids)
 
     def fingerprint(self) -> str:
-        settings = f"{self._config.separator}/{self._config.scored}/{self._kind}"
-        return fingerprint_of([self._dataset.fingerprint(), settings, self._tokenizer.name_or_path])
+        settings = [self._config.separator, self._config.scored, self._kind, sorted(self._columns.items())]
+        return fingerprint_of([self._dataset.fingerprint(), json.dumps(settings), _VERSION])
 
 
 def read_steps(view: RowView) -> tuple[Any, list[str], list[float]]:
