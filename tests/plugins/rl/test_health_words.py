@@ -27,6 +27,7 @@ def test_nothing_is_said_of_a_healthy_step_and_of_steps_without_rollouts() -> No
         ("cut_off", {"response__share_length": 0.4}, "40% of responses were cut off"),
         ("failed_turns", {"response__share_abort": 0.04, "response__share_error": 0.03}, "7% of responses ended"),
         ("rejected", {"correction__rejected": 0.5}, "leaves out 50% of tokens"),
+        ("unknown_support", {"rollout__unknown_support": 0.02}, "2.0% of tokens get no loss"),
     ],
 )
 def test_each_trouble_is_named_with_its_amount(kind: str, changes: dict[str, float], words: str) -> None:
@@ -45,6 +46,7 @@ def test_each_trouble_is_named_with_its_amount(kind: str, changes: dict[str, flo
         {"response__share_length": 0.3},
         {"response__share_error": 0.05},
         {"correction__rejected": 0.3},
+        {"rollout__unknown_support": 0.01},
         {"groups__zero_variance": 0.97},
     ],
 )

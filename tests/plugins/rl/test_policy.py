@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rl_attempts import make_policy, make_task, run
 
 from spurline.errors import DataError
+from spurline_rl.metrics import support_metrics
 from spurline_rl.policy import derive_seed
 from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Group
 
 
 def countdown(request: GenerationRequest) -> list[int]:
@@ -45,6 +48,18 @@ def test_settings_that_an_environment_makes_itself_keep_the_support_that_trainin
     policy = make_policy(engine, top_k=5, support_width=21)
     run(policy.generate([1], Sampling(top_k=5, max_new_tokens=2)))
     assert engine.requests[0].sampling == Sampling(top_k=5, max_new_tokens=2, support_width=21)
+
+
+def test_a_token_of_unknown_support_has_no_loss_and_is_counted():
+    class Engine(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            support = np.array([[3, 1], [-1, -1], [2, -1], [1, 4]], np.int32)
+            return replace(await super().generate(request), support=support)
+
+    policy = make_policy(Engine(countdown))
+    run(policy.generate([1, 2, 3, 4]))
+    assert policy.turns[0].loss_mask.tolist() == [1, 0, 1, 1]
+    assert support_metrics([Group("a", 0, (policy.finish({}),))]) == {"rollout/unknown_support": 0.25}
 
 
 def test_turns_hold_exactly_what_was_asked_and_written():

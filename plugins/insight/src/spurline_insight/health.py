@@ -66,6 +66,8 @@ LARGEST_FAILED_SHARE = 0.05
 """Limit of the share of turns that end with an abort or an error."""
 LARGEST_REJECTED_SHARE = 0.3
 """Limit of the share of tokens that a correction leaves out."""
+LARGEST_UNKNOWN_SUPPORT = 0.01
+"""Limit of the share of tokens without loss because more tokens tied at `top_k` than there is room for."""
 _NO_ADVANTAGE = 1e-6
 """Smaller advantages are rounding errors."""
 
@@ -306,6 +308,12 @@ def _judged_engines(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             f"{_count(rejected, 'engine')} confirmed new weights but did not generate with them: the logprobs of the "
             f"proof differ by {metrics.get('publish/probe_diff', 0.0):.2g} nats. Choose another source.weight_sync, or "
             "another version of the engine.",
+        )
+    if (unknown := metrics.get("rollout/unknown_support", 0.0)) > LARGEST_UNKNOWN_SUPPORT:
+        yield (
+            "unknown_support",
+            f"{unknown:.1%} of tokens get no loss, since too many tokens tie with the last of source.sampling.top_k. "
+            "Raise top_k and let top_p do the cutting, or let the engine compute in fp32.",
         )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
 from spurline_rl.losses.corrections import BLOCK_TOKENS
-from spurline_rl.trajectory import Group, has_equal_returns, terms_of, trajectories_of
+from spurline_rl.trajectory import Group, has_equal_returns, terms_of, trajectories_of, turns_of
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -52,6 +52,12 @@ def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{f"response/length_{reason}": float(counts.mean()) for reason, counts in by_reason.items()},
         **{f"response/share_{reason}": len(counts) / len(num_response) for reason, counts in by_reason.items()},
     }
+
+
+def support_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the share of tokens without loss because more tokens tied than `support` has room for."""
+    firsts = [turn.support[:, 0] for turn in turns_of(groups) if turn.support is not None and len(turn.support)]
+    return {"rollout/unknown_support": float(np.mean(np.concatenate(firsts) < 0))} if firsts else {}
 
 
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
