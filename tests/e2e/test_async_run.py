@@ -77,16 +77,24 @@ def test_zero_staleness_equals_the_synchronous_run_with_tools_and_several_turns(
     assert_equals_synchronous(async_config)
 
 
-def test_training_waits_for_no_rollout_but_never_trains_on_tokens_over_the_bound(async_config: Config) -> None:
+@pytest.mark.parametrize(("bound", "loss"), [(2, "ppo"), (1, "dppo")])
+def test_training_waits_for_no_rollout_but_never_trains_on_tokens_over_the_bound(
+    async_config: Config, bound: int, loss: str
+) -> None:
+    if loss == "dppo":
+        # It weighs tokens by their ratio to the policy that sampled them, so it takes no correction.
+        async_config |= {"plugins": [*async_config["plugins"], "objectives"], "loss": loss}
+        async_config["source"] |= {"max_staleness": bound, "correction": None}
     said: list[str] = []
     run = train(async_config, steps=10, progress=said.append)
     assert "starting rollout engine 'in_process'" in said
     assert run.steps == list(range(1, 11))
     ages = [int(line["staleness/max"]) for line in run.lines]
-    assert max(ages) <= 2
+    assert max(ages) <= bound
     assert max(ages) > 0, "generation never ran ahead"
     for line in run.lines:
-        assert sum(line[f"staleness/tokens_{age}"] for age in range(3)) == line["loss_tokens"]
+        assert sum(line[f"staleness/tokens_{age}"] for age in range(bound + 1)) == line["loss_tokens"]
+        assert (line.get("policy/divergence", 0.0) > 0) == (loss == "dppo")
         has_both = 0 < line["staleness/tokens_0"] < line["loss_tokens"]
         assert ("mismatch/fresh" in line) == has_both
         assert line.get("mismatch/fresh", 0.0) < 1e-5

@@ -34,6 +34,10 @@ class DppoConfig(PolicyLossConfig):
     trainer's policy before the update, to be used with a `correction`."""
 
     @property
+    def uses_rollout_logprobs(self) -> bool:
+        return self.anchor == "rollout"
+
+    @property
     def thresholds(self) -> tuple[float, float]:
         """Return the thresholds for falling and for rising probabilities."""
         usual = _USUAL_THRESHOLDS[self.divergence]
