@@ -10,7 +10,7 @@ from async_runs import IN_PROCESS, asynchronous
 from run_helpers import Config, assert_pieces_equal_the_whole, train
 from served_teachers import served
 
-from spurline_models.testing import write_tiny_model
+from spurline_models.testing import write_tiny_model, write_tiny_moe_model
 
 
 @pytest.fixture
@@ -26,7 +26,9 @@ def learning(config: Config, frozen: dict[str, Any], **changes: Any) -> Config:
 PRIVILEGED = {"name": "privileged_prompt", "text": "{question} It is {reference}."}
 HOWS: dict[str, dict[str, Any]] = {
     "advantages": {"advantage": {"name": "teacher", "reward": "grpo", "reward_weight": 0.1}},
+    # The teacher has another prompt than the engine, so its experts are not those that the engine chose.
     "privileged": {
+        "router_replay": True,
         "advantage": {"name": "teacher", "teacher": "reference"},
         "scorers": [{**PRIVILEGED, "role": "reference"}],
     },
@@ -40,6 +42,8 @@ def test_a_stopped_run_on_the_policys_own_answers_goes_on_as_the_whole(
     rl_config: Config, frozen: dict[str, Any], tmp_path: Path, how: str
 ) -> None:
     loss = {"loss": {"name": "distillation", "divergence": "reverse_kl", "top_k": 8}} if how == "distributions" else {}
+    if how == "privileged":
+        frozen, rl_config["model"] = {}, {"path": str(write_tiny_moe_model(tmp_path / "experts"))}
     config = learning(rl_config, frozen, source={**rl_config["source"], **HOWS[how]}, **loss)
     assert_pieces_equal_the_whole(config, tmp_path, stops=[1])
 

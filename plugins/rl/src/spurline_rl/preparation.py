@@ -159,6 +159,8 @@ class Preparation:
             # Recorded rollouts may have experts, which must not be replayed.
             groups = with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
         laid_out = self._lay_out(groups)
+        if self._config.router_replay:
+            _check_experts(laid_out, [self._rows_of(group) for group in groups])
         batch = laid_out.without_padding_rows()
         if self._config.sampling.top_k and batch.num_rows:
             _check_support(batch)
@@ -225,11 +227,7 @@ class Preparation:
         return group.merged if self._config.turns == "merged" else group
 
     def _lay_out(self, groups: Sequence[Group]) -> TrainingBatch:
-        rows = [self._rows_of(group) for group in groups]
-        batch = self._collator.collate_rollouts(rows)
-        if self._config.router_replay:
-            _check_experts(batch, rows)
-        return batch
+        return self._collator.collate_rollouts([self._rows_of(group) for group in groups])
 
     def logprobs_of(self, turns: Sequence[Turn], backend: Backend, role: Role = "policy") -> list[NDArray[np.float32]]:
         """Return the backend's logprobs of the response tokens of these turns, as the loss uses them."""
