@@ -166,8 +166,10 @@ class ModelConfig(WeightsConfig):
         elif self.head == "score" and (run.asks_for_answers or run.checkpoint.export_adapter):
             what = "checkpoint.export_adapter" if run.checkpoint.export_adapter else "the evaluation by answers"
             yield Problem("head", f"is score, and {what} needs a vocabulary. Remove it.")
-        for role in sorted(self.frozen.keys() & {"policy", "critic"}):
-            yield Problem(f"frozen.{role}", "is the role of a model that is trained. Choose another name.")
+        for role in sorted(self.frozen.keys() - run.frozen_roles):
+            yield Problem(f"frozen.{role}", "is a model that nothing in this run uses. Use its role, or remove it.")
+        for role in sorted(self.frozen.keys() & {"policy", "critic", "old", "rollout"}):
+            yield Problem(f"frozen.{role}", "has a name with another meaning. Choose another name.")
         if is_kept_model(self.path) and self.tokenizer is None:
             yield Problem("tokenizer", "is required with a model object. Give a tokenizer, or its name or folder.")
         if self.router_aux_loss is not None and not run.backend.facts.balances_experts:
@@ -325,8 +327,7 @@ class DataEvaluationConfig(Section):
     @property
     def parts(self) -> Sequence[EvaluationPart]:
         """Return the sections that plugins have added within this section and that the config sets."""
-        values = (getattr(self, name) for name in type(self).model_fields)
-        return [value for value in values if isinstance(value, EvaluationPart)]
+        return [value for _, value in self if isinstance(value, EvaluationPart)]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if not run.data.eval and (self.parts or self.every_steps is not None or self.at_start):
@@ -406,8 +407,7 @@ class RunConfig(Section):
 
         The result is None if the plugin is not enabled, or if the section is optional and the file leaves it out.
         """
-        values = (getattr(self, name) for name in type(self).model_fields)
-        return next((value for value in values if isinstance(value, kind)), None)
+        return next((value for _, value in self if isinstance(value, kind)), None)
 
     def section(self, kind: type[SectionT]) -> SectionT:
         """Return the top-level section of this class. Raises LookupError if there is none."""
@@ -425,7 +425,7 @@ class RunConfig(Section):
     def frozen_roles(self) -> frozenset[str]:
         """Return the roles of the untrained models that the loss or the source uses."""
         facts = self.source.facts
-        supplied = {"reference"} if "reference_logprobs" in facts.columns else set[str]()
+        supplied = {"reference"} - self.model.frozen.keys() if "reference_logprobs" in facts.columns else set[str]()
         return (self.loss.roles - supplied).union(facts.roles)
 
     @property
