@@ -182,6 +182,13 @@ def test_a_privileged_prompt_shows_the_solution_in_the_last_message_alone() -> N
         ),
         ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "{question.x}"}]}, "ppo", "only around names"),
         ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "set }"}]}, "ppo", "only around names"),
+        ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "{0}"}]}, "ppo", "only around names"),
+        ({}, "ppo", "model.frozen.teacher is a model that nothing in this run uses"),
+        ({"scorers": [{**SERVED, "role": role, "top_k": 8} for role in "ab"]}, "ppo", "scorers.1 adds teacher_top_ids"),
+        ({"scorers": [{**SERVED, "role": "old"}]}, "ppo", "scorers.0 adds old_logprobs, which the batch already has"),
+        ({"advantage": "teacher", "kl_in_reward": {"coefficient": 0.1}}, "ppo", "kl_in_reward changes rewards"),
+        ({"overlong": {"buffer_tokens": 10}}, "distillation", "overlong changes rewards, and here only a teacher"),
+        ({"advantage": "gae"}, "distillation", "needs a critic, and loss: distillation reads no advantages"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(source: dict[str, Any], loss: Any, said: str) -> None:
@@ -191,8 +198,23 @@ def test_settings_that_do_not_go_together_are_refused(source: dict[str, Any], lo
 
 def test_a_prompt_for_a_served_teacher_comes_before_it_and_one_sample_is_enough_for_a_teacher() -> None:
     advantage = {"name": "teacher", "served": True}
-    load_config({**RUN, "source": {**ROLLOUTS, "advantage": advantage, "scorers": [SHOWN, SERVED]}})
+    served = {**RUN, "model": {"path": "models/tiny"}}
+    load_config({**served, "source": {**ROLLOUTS, "advantage": advantage, "scorers": [SHOWN, SERVED]}})
     load_config({**RUN, "source": {**ROLLOUTS, "samples_per_prompt": 1}, "loss": "distillation"})
+
+
+@pytest.mark.parametrize("role", ["old", "rollout"])
+def test_a_teacher_cannot_have_the_name_of_a_column_of_the_policy(role: str) -> None:
+    model = {"path": "models/tiny", "frozen": {role: {"path": "models/tiny"}}}
+    source = {**ROLLOUTS, "advantage": {"name": "teacher", "teacher": role}}
+    with pytest.raises(ConfigError, match=f"model.frozen.{role} has a name with another meaning") as caught:
+        load_config({**RUN, "model": model, "source": source})
+    assert "scorer" not in str(caught.value)
+
+
+def test_a_teacher_that_learns_from_rewards_too_may_have_penalties_in_them() -> None:
+    advantage = {"name": "teacher", "reward": "grpo"}
+    load_config({**RUN, "source": {**ROLLOUTS, "advantage": advantage, "overlong": {"buffer_tokens": 10}}})
 
 
 def test_a_teacher_that_the_run_lacks_is_named_with_the_lines_to_add() -> None:

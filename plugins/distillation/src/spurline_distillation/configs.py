@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from string import Formatter
-from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import Problem, listing
-from spurline.protocols.loss import LossConfig
+from spurline_models.losses.distributions import ReadsLogitsConfig
+from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.scorer import ScorerConfig
 
@@ -44,7 +45,7 @@ class TeachersSettings(Section):
                 )
 
 
-class DistillationConfig(TeachersSettings, LossConfig):
+class DistillationConfig(TeachersSettings, ReadsLogitsConfig):
     """The divergence between the distributions of a teacher and of the trained model at each token."""
 
     learns_from_teacher: ClassVar[bool] = True
@@ -105,6 +106,10 @@ class TeacherAdvantageConfig(TeachersSettings, AdvantageConfig):
     backend."""
 
     @property
+    def reads_rewards(self) -> bool:
+        return self.reward is not None
+
+    @property
     def smallest_group(self) -> int:
         return 1 if self.reward is None else 2
 
@@ -118,7 +123,8 @@ class TeacherAdvantageConfig(TeachersSettings, AdvantageConfig):
         if self.reward is None and self.reward_weight != 1:
             yield Problem("reward_weight", f"is {self.reward_weight:g}, but `reward` is null. Set reward: grpo.")
         columns = {f"{role}_logprobs" for role in self.weighted_teachers.values()}
-        added = columns.intersection(run.source.facts.columns)
+        scorers = run.source.scorers if isinstance(run.source, PromptSourceConfig) else ()
+        added = columns.intersection(name for scorer in scorers for name in scorer.columns)
         if self.served and added != columns:
             yield Problem(
                 "served",
@@ -174,16 +180,6 @@ class ServedTeacherConfig(ScorerConfig):
             )
 
 
-@runtime_checkable
-class HasScorers(Protocol):
-    """Settings of a source whose groups are scored."""
-
-    @property
-    def advantage(self) -> AdvantageConfig: ...
-    @property
-    def scorers(self) -> Sequence[ScorerConfig]: ...
-
-
 class PrivilegedPromptConfig(ScorerConfig):
     """Another prompt for the teacher, which may show it the solution (self-distillation)."""
 
@@ -197,7 +193,7 @@ class PrivilegedPromptConfig(ScorerConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         try:
             plain = all(
-                name is None or (name and not {*".[]"} & {*name} and not spec and not conversion)
+                name is None or (name and not name.isdigit() and not {*".[]"} & {*name} and not spec and not conversion)
                 for _, name, spec, conversion in Formatter().parse(self.text)
             )
         except ValueError:
@@ -207,7 +203,7 @@ class PrivilegedPromptConfig(ScorerConfig):
                 "text",
                 "may have braces only around names, as in {question} or {NAME}. Write other braces twice: {{ and }}.",
             )
-        if not isinstance(run.source, HasScorers):
+        if not isinstance(run.source, PromptSourceConfig):
             return
         scorers = list(run.source.scorers)
         later = scorers[next(number for number, each in enumerate(scorers) if each is self) :]

@@ -213,6 +213,14 @@ class PromptSourceConfig(SourceConfig):
         yield from self._reward_problems(run)
         yield from self._advantage_problems(run)
         yield from self._replay_problems(run)
+        taken = {*self._own_columns, *self.carry}
+        for number, scorer in enumerate(self.scorers):
+            if twice := taken.intersection(scorer.columns):
+                yield Problem(
+                    f"scorers.{number}",
+                    f"adds {listing(twice)}, which the batch already has. Give the scorer another role, or remove it.",
+                )
+            taken.update(scorer.columns)
         if self.zero_variance == "refill" and not self.learns_from_rewards(run):
             yield Problem(
                 "zero_variance",
@@ -246,6 +254,10 @@ class PromptSourceConfig(SourceConfig):
             terms = {*known, *([OVERLONG] if overlong is not None else ())}
             for name in sorted(self.reward_weights.keys() - terms):
                 yield Problem(f"reward_weights.{name}", unknown_term(name, terms))
+        is_read = self.advantage.reads_rewards and not run.loss.learns_from_teacher
+        for name in () if is_read else ("kl_in_reward", "overlong"):
+            if getattr(self, name) is not None:
+                yield Problem(name, "changes rewards, and here only a teacher says what to learn. Remove it.")
         if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
             yield Problem(
                 "overlong.buffer_tokens",
@@ -292,7 +304,13 @@ class PromptSourceConfig(SourceConfig):
                 "small differences of source.kl_in_reward into large ones. Remove kl_in_reward and set "
                 "loss.kl.coefficient, or choose grpo with normalize_std: false, dr_grpo, rloo or gae.",
             )
-        if advantage.uses_critic and run.trained_critic is None:
+        if advantage.uses_critic and run.loss.learns_from_teacher:
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which needs a critic, and loss: {run.loss.name} reads no advantages. Remove it, "
+                "and the section `critic`.",
+            )
+        elif advantage.uses_critic and run.trained_critic is None:
             yield Problem(
                 "advantage.name",
                 f"is {advantage.name}, which needs a critic, but this run has none. Add a section `critic: {{}}`, or "
@@ -335,6 +353,15 @@ class PromptSourceConfig(SourceConfig):
             )
 
     @property
+    def _own_columns(self) -> Sequence[str]:
+        """Return the columns of batches that no scorer adds."""
+        return (
+            *_COLUMNS,
+            *(("values", "returns") if self.advantage.uses_critic else ()),
+            *(("correction_factors",) if self.correction is not None else ()),
+        )
+
+    @property
     def facts(self) -> SourceFacts:
         return replace(
             super().facts,
@@ -343,12 +370,7 @@ class PromptSourceConfig(SourceConfig):
             makes_attempts=True,
             compares_logprobs=True,
             num_prompts=self.prompts_per_step,
-            columns=(
-                *_COLUMNS,
-                *(("values", "returns") if self.advantage.uses_critic else ()),
-                *(("correction_factors",) if self.correction is not None else ()),
-                *(name for scorer in self.scorers for name in scorer.columns),
-            ),
+            columns=(*self._own_columns, *(name for scorer in self.scorers for name in scorer.columns)),
             carried=self.carry,
             reward_terms=self.environment.reward_terms,
             context_tokens=self.engine.context_tokens,

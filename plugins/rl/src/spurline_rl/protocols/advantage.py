@@ -55,6 +55,11 @@ class AdvantageConfig(ComponentConfig):
     much as others."""
 
     @property
+    def reads_rewards(self) -> bool:
+        """Return whether the advantages depend on rewards at all. They may come from elsewhere for the most part."""
+        return self.learns_from_rewards
+
+    @property
     def roles(self) -> frozenset[str]:
         """Return the roles of the untrained models whose logprobs the algorithm reads. They take memory."""
         return frozenset()
