@@ -32,9 +32,11 @@ from spurline_megatron_backend.planning import (
 )
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
+from spurline_models.losses.distributions import ReadsLogitsConfig
 from spurline_models.optimizers.configs import AdamWConfig
 from spurline_ranks.group import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
+from spurline_rl.losses.configs import PpoConfig
 from spurline_rl.testing.backend_runs import backend_run
 
 
@@ -142,11 +144,19 @@ def test_experts_that_are_replayed_lie_beside_a_step() -> None:
     assert replayed == {**without, "routed experts": 2 * 8192 * 94 * 8 * 2}
 
 
+class _AnchoredConfig(ReadsLogitsConfig):
+    """The loss of a plugin, which learns from the data and stays near another model."""
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset({"reference"})
+
+
 @pytest.mark.parametrize("learns", [False, True])
-def test_a_teacher_whose_distributions_the_loss_reads_is_on_the_device_during_the_update(learns: bool) -> None:
+def test_a_model_whose_distributions_the_loss_reads_is_on_the_device_during_the_update(learns: bool) -> None:
     architecture, run = read_architecture(published("llama-3-70b")), cast(Any, a_run())
     run.frozen_roles, run.model = frozenset({"reference"}), SimpleNamespace(frozen={})
-    run.loss = SimpleNamespace(roles=run.frozen_roles, learns_from_teacher=learns)
+    run.loss = _AnchoredConfig(name="anchored") if learns else PpoConfig(kl={"coefficient": 0.1})
     layouts = [layout_on(Grid(8, tensor=8), 4096).model_copy(update={"frozen": place}) for place in ("device", "host")]
     device, host = (estimate_fullest(layout, run, architecture, 4096, 8192).peak for layout in layouts)
     assert (host == device) is learns

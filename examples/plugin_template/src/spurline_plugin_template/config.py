@@ -18,6 +18,7 @@ from spurline.protocols.loss import LossConfig
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.order import OrderConfig
 from spurline_insight.report_panel import ReportPanelConfig
+from spurline_models.losses.distributions import ReadsLogitsConfig
 from spurline_plugin_template.typical_time import MedianConfig, TypicalTimeConfig
 
 
@@ -83,7 +84,7 @@ ANCHOR = "anchor"
 """Role of the model that `anchored` reads: a key of `model.frozen`."""
 
 
-class AnchoredConfig(LossConfig):
+class AnchoredConfig(ReadsLogitsConfig):
     """Cross-entropy, and the divergence from another model (`model.frozen.anchor`) at every trained token."""
 
     name: str = "anchored"
