@@ -28,7 +28,8 @@ class AnswerSourceConfig(SourceConfig):
 
     reference: Annotated[Literal["compute", "precompute"], OnResume.TO_ROUNDING] = "compute"
     """When log-probabilities of the reference model are computed: for each batch, or once for all rows before the first
-    step. `precompute` stores them, so that later runs read them, and no reference model is in memory in training."""
+    step. `precompute` stores them, so that later runs read them. Then no reference model is in memory in training,
+    unless `model.frozen.reference` names one, or a resumed run does not find the stored values."""
 
     @property
     def facts(self) -> SourceFacts:
