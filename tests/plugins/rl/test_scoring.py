@@ -6,11 +6,12 @@ import asyncio
 import json
 import math
 import re
+import sys
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -95,8 +96,13 @@ def test_answers_are_scored_together_by_a_reward_that_has_no_hash() -> None:
     assert asyncio.run(terms_of_all({"value": Together()}, answers)) == [{"value": 3.0}] * 3  # type: ignore[dict-item]
 
 
-def test_the_line_of_a_failure_is_the_users_in_a_folder_that_has_our_name(tmp_path: Path) -> None:
-    file = tmp_path / "spurline" / "rewards.py"
+def test_the_line_of_a_failure_is_the_users_in_a_folder_that_has_our_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "spurline_my_rewards"
+    file = folder / "rewards.py"
+    # A package of a plugin's author.
+    monkeypatch.setitem(sys.modules, folder.name, cast(Any, SimpleNamespace(__path__=[str(folder)])))
     names: dict[str, Any] = {"json": json}
     exec(compile("def grade(answer):\n    json.loads(answer.response)", str(file), "exec"), names)
     reward: Any = SimpleNamespace(score=names["grade"])

@@ -9,7 +9,6 @@ event loop can be cancelled. Its caller then waits until the task has ended, or 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import sysconfig
 import traceback
@@ -21,6 +20,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from spurline.errors import RunFailedError, SpurlineError
+from spurline.plugins.official import OFFICIAL
 from spurline.threads import call_on_daemon
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ _TICK_S = 0.1
 
 _LIBRARIES = ("<frozen", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 """Prefixes of the file names of code that the user did not write."""
-_OURS = re.compile(r"spurline(_\w+)?")
-"""Names of Spurline's packages, which may also be installed in place."""
+_OURS = ("spurline", "spurline_concurrency", *(f"spurline_{plugin}" for plugin in OFFICIAL))
+"""Names of Spurline's packages, which may also be installed in place. Plugins of others are user code."""
 
 
 class AttemptFailedError(SpurlineError):
@@ -50,8 +50,8 @@ def located(error: BaseException) -> str:
     The line is the innermost line of user code, or the innermost line of all if the traceback has no user code.
     """
     every = traceback.extract_tb(error.__traceback__)
-    packages = [module for name, module in sys.modules.items() if _OURS.fullmatch(name)]
-    ours = (f"{folder}/" for module in packages for folder in getattr(module, "__path__", ()))
+    packages = filter(None, map(sys.modules.get, _OURS))
+    ours = (f"{folder}/" for module in packages for folder in module.__path__)
     prefixes = (*_LIBRARIES, *ours)
     frames = [frame for frame in every if not frame.filename.startswith(prefixes)] or every
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
