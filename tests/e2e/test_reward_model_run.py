@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from spurline import load_config
 from spurline.cli_options import load_run
+from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, DataError, UserError
 from spurline_models.answering.answers import opened
+from spurline_models.export import _write_model
 from spurline_planning.plan import make_plan
 from spurline_reward_models.configs import ScoredStepsConfig
 from spurline_reward_models.source import StepRows
@@ -87,10 +91,11 @@ def test_a_reward_model_learns_which_answers_are_better_and_is_the_reward_of_a_r
         "steps": 4,
     }
     assert make_plan(load_config(judged)).problems == []
-    source["environment"]["rewards"]["quality"]["suffix"] = "<|im_end|>"
-    with pytest.raises(ConfigError, match="a served model, and a model"):
-        load_config(judged)
-    del source["environment"]["rewards"]["quality"]["suffix"]
+    for name, unread in (("suffix", "<|im_end|>"), ("timeout_s", 5)):
+        source["environment"]["rewards"]["quality"][name] = unread
+        with pytest.raises(ConfigError, match=f"{name} is for a served model, and a model"):
+            load_config(judged)
+        del source["environment"]["rewards"]["quality"][name]
     lines = train(judged, on_rollouts_scored=on_rollouts_scored).lines
     terms = []
     for attempt in (attempt for groups in seen for group in groups for attempt in group.trajectories):
@@ -134,6 +139,21 @@ def test_a_label_that_the_loss_cannot_read_is_named_with_its_row(
     if label == 2.0:
         loss = {"name": "step_reward", "kind_of_label": "number"}
         assert train({**config, "data": data, "loss": loss, "steps": 1}).lines
+
+
+@pytest.mark.parametrize(("token", "is_kept"), [("<|im_end|>", False), ("!", False), ("<|pad|>", True)])
+def test_an_exported_reward_model_pads_with_no_token_that_ends_a_text(
+    spurline_tiny_model: Path, tmp_path: Path, token: str, is_kept: bool
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(spurline_tiny_model)
+    tokenizer.add_special_tokens({"eos_token": "!", "pad_token": token})
+    shutil.copytree(spurline_tiny_model, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "pad_token_id": tokenizer.pad_token_id}))
+    model = ModelConfig(path=str(tmp_path / "model"), head="score")
+    out = _write_model(lambda *_: None, model, tokenizer, tmp_path / "out")
+    padding = json.loads((out / "config.json").read_text())["pad_token_id"]
+    assert padding == (tokenizer.pad_token_id if is_kept else None)
 
 
 def test_runs_that_read_other_columns_share_no_tokens_and_a_moved_tokenizer_changes_none() -> None:

@@ -95,8 +95,8 @@ def _write_model(
     if model.head == "score":
         # transformers scores a text at its last token that is no padding, which must be its end token. Without a token
         # for padding, it refuses batches of several texts.
-        known = (text.pad_token_id, tokenizer.pad_token_id)
-        text.pad_token_id = next((token for token in known if token != tokenizer.eos_token_id), None)
+        known = [token for token in (text.pad_token_id, tokenizer.pad_token_id) if token is not None]
+        text.pad_token_id = next((token for token in known if not _may_end_text(token, model, tokenizer)), None)
 
     def fill(folder: Path) -> None:
         write_weights(folder, dtype, _MAX_FILE_BYTES)
@@ -112,6 +112,13 @@ def _write_model(
             plain.save_pretrained(folder)
 
     return _write_beside(out, "model", fill)
+
+
+def _may_end_text(token: int, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the token is a stop token, or one that the chat template writes."""
+    stops = generation_config(model, tokenizer).eos_token_id
+    is_stop = token in (stops if isinstance(stops, list) else [stops])
+    return is_stop or str(tokenizer.convert_ids_to_tokens(token)) in str(tokenizer.chat_template or "")
 
 
 def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype]:
