@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,14 +36,6 @@ class BradleyTerryConfig(LossConfig):
             yield Problem(
                 "name", f"is {self.name}, but the source '{run.source.name}' has no pairs. Set source: preference."
             )
-
-
-@runtime_checkable
-class SaysKindOfLabel(Protocol):
-    """Settings of a loss that says which labels it reads."""
-
-    @property
-    def kind_of_label(self) -> Literal["probability", "number"]: ...
 
 
 class StepRewardConfig(LossConfig):
@@ -117,8 +109,8 @@ class ModelRewardConfig(RewardConfig):
         elif self.url is not None and self.model is None:
             yield Problem("model", "is needed with a url: the name under which the server knows the model.")
         if self.url is None:
-            for name in ("model", "endpoint", "suffix", "special_tokens"):
-                if getattr(self, name) != type(self).model_fields[name].default:
+            for name, field in type(self).model_fields.items():
+                if name not in ("name", "role", "url") and getattr(self, name) != field.default:
                     yield Problem(name, "is for a served model, and a model in model.frozen ignores it. Remove it.")
         frozen = run.model.frozen.get(self.role or "")
         if frozen is not None and frozen.head != "score":
