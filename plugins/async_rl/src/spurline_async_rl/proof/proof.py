@@ -339,7 +339,6 @@ class PublishProof:
                 loss_mask=np.ones(len(answer.token_ids), np.uint8),
                 logprobs=answer.logprobs,
                 versions=answer.versions,
-                support=answer.support,
                 routed_experts=answer.routed_experts,
             )
             turns.setdefault(tuple(answer.token_ids.tolist()), turn)
