@@ -19,6 +19,7 @@ from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.order import OrderConfig
 from spurline_insight.report_panel import ReportPanelConfig
 from spurline_plugin_template.typical_time import MedianConfig, TypicalTimeConfig
+from spurline_rl.protocols.reward import RewardConfig
 
 
 class TemplateConfig(Section):
@@ -93,6 +94,14 @@ class AnchoredConfig(LossConfig):
     @property
     def roles(self) -> frozenset[str]:
         return frozenset({ANCHOR})
+
+
+class BriefConfig(RewardConfig):
+    """Less reward for longer responses."""
+
+    name: str = "brief"
+    most_characters: int = Field(default=1000, gt=0)
+    """Characters at which the reward is 0."""
 
 
 class LionConfig(OptimizerConfig):
