@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from async_runs import IN_PROCESS, asynchronous
-from run_helpers import Config, assert_pieces_equal_the_whole, train
+from run_helpers import Config, assert_pieces_equal_the_whole, train, write_rows
 from served_teachers import served
 
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
@@ -65,11 +66,18 @@ def test_a_stopped_asynchronous_run_with_a_served_teacher_that_sees_the_solution
 def test_the_divergence_from_the_teacher_falls_on_the_tokens_of_the_data_and_a_stopped_run_is_the_whole(
     base_config: Config, frozen: dict[str, Any], tmp_path: Path
 ) -> None:
+    # Each row has its own teacher.
+    frozen["another"] = {"path": str(write_tiny_model(tmp_path / "another", seed=6))}
+    teachers = {"odd": "teacher", "even": "another"}
     loss = {"name": "distillation", "divergence": "jensen_shannon", "temperature": 1.5, "cross_entropy": 0.1}
-    data = {**base_config["data"], "eval": base_config["data"]["train"]}
+    rows = [json.loads(line) for line in Path(base_config["data"]["train"]).read_text(encoding="utf-8").splitlines()]
+    named = [{**row, "odd": number % 2, "even": number % 2 == 0} for number, row in enumerate(rows)]
+    path = str(write_rows(tmp_path / "taught.jsonl", named))
+    data = {**base_config["data"], "train": path, "eval": path}
     evaluation = {"every_steps": 4}
     checkpoint = {"every_steps": 4, "keep_best": "eval/loss"}
-    config = learning(base_config, frozen, loss=loss, steps=8, data=data, evaluation=evaluation, checkpoint=checkpoint)
+    config = learning(base_config, frozen, steps=8, data=data, evaluation=evaluation, checkpoint=checkpoint)
+    config |= {"loss": {**loss, "teachers": teachers}, "source": {"name": "sft", "carry": [*teachers]}}
     assert_pieces_equal_the_whole(config, tmp_path, stops=[3])
     lines = train({**config, "run_dir": str(tmp_path / "again")}).lines
     assert lines[-1]["distillation/divergence"] < lines[0]["distillation/divergence"]

@@ -78,6 +78,8 @@ def test_preference_pairs_are_reproducible_and_differ_in_one_exchange(
             assert sum(a != b for a, b in zip(right, wrong, strict=True)) == 2
     assert len(set(prompts)) == len(prompts)
     assert set(prompts) <= sort_prompts
+    for name in ("sort_ranked_train.jsonl", "sort_ranked_eval.jsonl"):
+        assert (tmp_path / name).read_bytes() == (EXAMPLES / "data" / name).read_bytes()
 
 
 def test_the_tiny_model_is_one_of_the_hubs_kind_and_the_same_for_one_seed(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,13 @@ from spurline.plugins import hookimpl
 from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import BatchSource, DecoratedSource, DecoratedSourceConfig, SourceConfig
+from spurline.run.build import build_data
 from spurline.testing import PluginContract
 from spurline_async_rl.source.recordings import groups_of, groups_state
+from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.testing import LossContract
+from spurline_preference.dpo import Dpo
+from spurline_preference.kto import Kto
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.testing import AdvantageContract, make_trajectories
 from spurline_rl.trajectory import Group
@@ -224,6 +229,47 @@ def test_a_carried_column_lies_on_the_response_tokens_of_its_row(
             assert (batch.tokens["weight"][row][trained] == number + 0.5).all()
             before_response = int(torch.nonzero(trained)[0])
             assert (batch.tokens["weight"][row][:before_response] == 0).all()
+
+
+SAMPLES: dict[str, type[Any]] = {"sft": CrossEntropy, "preference": Dpo, "labels": Kto}
+
+
+@pytest.mark.parametrize("source", SAMPLES)
+def test_a_carried_column_lies_on_every_token_of_its_sample(
+    base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(SAMPLES[source], "needs", SAMPLES[source].needs | {"weight"})
+
+    def opened(weights: Sequence[Any], name: str = "rows") -> Any:
+        rows = [
+            {"prompt": f"Say {number}: ", "completion": "word " * number, "label": number % 2, "weight": weight}
+            for number, weight in enumerate(weights, start=1)
+        ]
+        if source == "preference":
+            rows = [{**row, "chosen": row["completion"], "rejected": f"not {row['prompt']}"} for row in rows]
+        data = {"train": str(write_rows(tmp_path / f"{name}.jsonl", rows)), "max_length": 64}
+        collator = {"name": "packed", "max_tokens": 128}
+        config = {**base, "source": {"name": source, "carry": ["weight"]}, "data": data, "batch_size": 9}
+        with ExitStack() as stack:
+            return build_data(load_config({**config, "collator": collator}, available=AVAILABLE), stack).source
+
+    made = opened([number + 0.5 for number in range(7)])
+    seen = set[float]()
+    for step in (1, 2):
+        batch = made.build(step)
+        for row in range(batch.num_rows):
+            for segment, uid in enumerate(batch.segments["uid"][row].tolist(), start=1):
+                (where,) = torch.nonzero(batch.tokens["segment_ids"][row] == segment, as_tuple=True)
+                found = set(batch.tokens["weight"][row, where].tolist())
+                assert found == {int(uid.rpartition(":")[2]) + 0.5}
+                seen |= found
+            assert bool((batch.tokens["weight"][row][batch.tokens["segment_ids"][row] == 0] == 0).all())
+    assert len(seen) == 7
+    assert "column weight: 0.5 to 6.5" in made.summary()["notes"]
+    with pytest.raises(CheckpointError, match="carried columns"):
+        opened([1.0] * 7).load_state_dict(made.state_dict())
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: weight is missing or null, and source\.carry needs it"):
+        opened([1.0, None], "bad").summary()
 
 
 def test_a_loss_and_an_advantage_weigh_a_prompt_by_its_column(

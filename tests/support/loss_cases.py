@@ -32,7 +32,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "simpo": {},
     "cpo": {},
     "orpo": {"beta": 0.5},
-    "bradley_terry": {"margin": 0.3, "centering": 0.1},
+    "bradley_terry": {"margin": 0.3, "margin_column": "clip_high", "centering": 0.1},
     "step_reward": {"kind_of_label": "number"},
     "kto": {"beta": 0.5, "undesirable_weight": 1.3},
     "policy_gradient": {"importance_ratio": True},

@@ -14,9 +14,11 @@ from spurline.testing import PluginContract
 from spurline_insight.testing import ReportPanelContract
 from spurline_models.testing import LossContract, OptimizerContract
 from spurline_plugin_template.anchored_loss import AnchoredLoss
+from spurline_plugin_template.brief_reward import BriefReward
 from spurline_plugin_template.config import (
     AnchoredConfig,
     BalancedFocalConfig,
+    BriefConfig,
     FocalConfig,
     LionConfig,
     RowsWhereConfig,
@@ -26,6 +28,7 @@ from spurline_plugin_template.focal_loss import BalancedFocalLoss, FocalLoss
 from spurline_plugin_template.lion import Lion
 from spurline_plugin_template.panel import StepTimesPanel
 from spurline_plugin_template.rows_where import RowsWhere
+from spurline_rl.testing import RewardContract
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.testing import DatasetContract
 
@@ -65,6 +68,14 @@ class TestBalancedFocalLoss(LossContract):
 class TestAnchoredLoss(LossContract):
     def make_loss(self) -> AnchoredLoss:
         return AnchoredLoss(AnchoredConfig())
+
+
+class TestBriefReward(RewardContract):
+    def make_reward(self) -> BriefReward:
+        return BriefReward(BriefConfig(most_characters=20))
+
+    def test_answers_are_scored_together(self) -> None:
+        assert self.make_reward().score_many(self.answers()[:3]) == [0.95, 1.0, 0.8]
 
 
 class TestStepTimesPanel(ReportPanelContract):

@@ -42,6 +42,10 @@ ROLLOUTS: dict[str, Any] = {"name": "rollouts", "environment": {"name": "single_
 
 SERVED: dict[str, Any] = {"name": "served_teacher", "urls": ["http://x"]}
 SHOWN: dict[str, Any] = {"name": "privileged_prompt"}
+SELF: dict[str, Any] = {
+    "advantage": {"name": "teacher", "teacher": "reference"},
+    "scorers": [{**SHOWN, "role": "reference"}],
+}
 
 
 class TestPlugin(PluginContract):
@@ -173,13 +177,15 @@ def test_a_privileged_prompt_shows_the_solution_in_the_last_message_alone() -> N
         (
             {"advantage": {"name": "teacher", "teacher": "reference"}, "scorers": [SHOWN]},
             "ppo",
-            "Roles of the advantage: reference",
+            "Roles of the.*advantage: reference",
         ),
         (
             {"advantage": {"name": "teacher", "served": True}, "scorers": [SERVED, SHOWN]},
             "ppo",
             "nothing reads this prompt",
         ),
+        ({**SELF, "kl_in_reward": {"coefficient": 0.1}}, "ppo", "kl_in_reward compares the policy with the same model"),
+        (SELF, {"name": "ppo", "kl": {"coefficient": 0.1}}, "loss: ppo compares the policy with the same model"),
         ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "{question.x}"}]}, "ppo", "only around names"),
         ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "set }"}]}, "ppo", "only around names"),
         ({"advantage": "teacher", "scorers": [{**SHOWN, "text": "{0}"}]}, "ppo", "only around names"),

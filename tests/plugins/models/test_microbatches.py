@@ -19,6 +19,12 @@ from spurline_models.streams.token_stream import token_stream
 PROFILE = device_profile("cpu")
 
 
+def test_columns_keep_their_dtype_while_a_float64_model_computes() -> None:
+    double = device_profile("cpu", "fp64")
+    with double.computing():
+        assert double.take(torch.tensor([1.5, 2.5]), torch.tensor([1])).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

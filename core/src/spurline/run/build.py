@@ -100,8 +100,8 @@ def _check_columns(config: RunConfig, registry: Registry, setting: str, loss: Lo
         raise ConfigError.at(
             f"{setting}.name",
             f"is {loss.config.name}, which needs {listing(missing)}, but the batches of source '{config.source.name}' "
-            f"have of such columns: {listing(has)}. Choose another loss or source. A source of rollouts passes numbers "
-            "of the rows on with source.carry, and your own source names its columns in SourceFacts.columns.",
+            f"have of such columns: {listing(has)}. Choose another loss or source. source.carry passes numbers of the "
+            "rows on, and your own source names its columns in SourceFacts.columns.",
         )
 
 

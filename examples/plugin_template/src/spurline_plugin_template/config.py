@@ -20,6 +20,7 @@ from spurline.protocols.order import OrderConfig
 from spurline_insight.report_panel import ReportPanelConfig
 from spurline_models.losses.distributions import ReadsLogitsConfig
 from spurline_plugin_template.typical_time import MedianConfig, TypicalTimeConfig
+from spurline_rl.protocols.reward import RewardConfig
 
 
 class TemplateConfig(Section):
@@ -94,6 +95,14 @@ class AnchoredConfig(ReadsLogitsConfig):
     @property
     def roles(self) -> frozenset[str]:
         return frozenset({ANCHOR})
+
+
+class BriefConfig(RewardConfig):
+    """Less reward for longer responses."""
+
+    name: str = "brief"
+    most_characters: int = Field(default=1000, gt=0)
+    """Characters at which the reward is 0."""
 
 
 class LionConfig(OptimizerConfig):

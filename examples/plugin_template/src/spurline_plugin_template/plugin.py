@@ -12,6 +12,7 @@ from spurline_plugin_template import hookspecs
 from spurline_plugin_template.config import (
     AnchoredConfig,
     BalancedFocalConfig,
+    BriefConfig,
     ByDifficultyConfig,
     FocalConfig,
     LionConfig,
@@ -34,6 +35,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add(FocalConfig, "spurline_plugin_template.focal_loss:FocalLoss")
     registry.add(BalancedFocalConfig, "spurline_plugin_template.focal_loss:BalancedFocalLoss")
     registry.add(AnchoredConfig, "spurline_plugin_template.anchored_loss:AnchoredLoss")
+    registry.add(BriefConfig, "spurline_plugin_template.brief_reward:BriefReward")
     registry.add(ByDifficultyConfig, "spurline_plugin_template.by_difficulty:ByDifficulty")
     registry.add(RowsWhereConfig, "spurline_plugin_template.rows_where:RowsWhere")
     registry.add(LionConfig, "spurline_plugin_template.lion:Lion")

@@ -41,7 +41,7 @@ class TeachersSettings(Section):
                 yield Problem(
                     f"teachers.{name}",
                     f"is the weight of a teacher in each row, but source.carry does not name this column. Add "
-                    f"'{name}' to source.carry of a source of rollouts.",
+                    f"'{name}' to source.carry.",
                 )
 
 
@@ -205,6 +205,14 @@ class PrivilegedPromptConfig(ScorerConfig):
             )
         if not isinstance(run.source, PromptSourceConfig):
             return
+        others = [f"loss: {run.loss.name}"] if self.role in run.loss.roles else []
+        others += ["source.kl_in_reward"] if self.role == "reference" and run.source.kl_in_reward is not None else []
+        if others:
+            yield Problem(
+                "role",
+                f"is {self.role}, and {others[0]} compares the policy with the same model after the policy's prompt. "
+                "Give the teacher a role of its own: an entry of model.frozen, whose path may be that of the policy.",
+            )
         scorers = list(run.source.scorers)
         later = scorers[next(number for number, each in enumerate(scorers) if each is self) :]
         added = {column for each in later for column in each.columns}
@@ -212,6 +220,6 @@ class PrivilegedPromptConfig(ScorerConfig):
             yield Problem(
                 "role",
                 f"is {self.role}, but nothing reads this prompt: it is for a teacher of source.advantage, or of a "
-                f"`served_teacher` after it in source.scorers. Roles of the advantage: "
-                f"{listing(run.source.advantage.roles)}.",
+                f"`served_teacher` after it in source.scorers (with top_k for whole distributions). Roles of the "
+                f"advantage: {listing(run.source.advantage.roles)}.",
             )

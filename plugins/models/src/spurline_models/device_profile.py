@@ -95,7 +95,9 @@ class DeviceProfile:
 
     def take(self, tensor: Tensor, index: Tensor) -> Tensor:
         """Return `tensor[index]` in host memory that `send` need not copy."""
-        return torch.index_select(tensor, 0, index, out=self.pinned((len(index), *tensor.shape[1:]), tensor.dtype))
+        # `KeepDouble` would change a dtype that is named.
+        out = tensor.new_empty((len(index), *tensor.shape[1:]), pin_memory=self.device.type == "cuda")
+        return torch.index_select(tensor, 0, index, out=out)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return uninitialised host memory. For a GPU it is pinned, and torch rounds its size up to a power of two."""

@@ -27,7 +27,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_preference.pair_layout import join_pairs, split_pairs
 from spurline_preference.reference import ReferenceLogprobs, file_of, places_of_tokens
 from spurline_preference.rows import SIDES, RowsAt, Side, has_labels, read_label, side_of
-from spurline_text.sources.sft import SampleSet
+from spurline_text.sources.sft import SampleSet, values_of_segments
 from spurline_text.tokenization import distinct_labels
 from spurline_text.tokenizer import pad_token_id
 
@@ -55,6 +55,7 @@ class AnswerSet(SampleSet):
 
     def batch(self, numbers: Numbers, *, training: bool) -> TrainingBatch:
         batch, starts = self.lay_out(numbers, training=training)
+        batch = self.with_carried(batch, numbers)
         if self._reference is None:
             return batch
         column = self._reference.column(places_of_tokens(batch, starts))
@@ -136,6 +137,10 @@ class PairSet(AnswerSet):
         dropped = {**facts["dropped"], **({"other_answer_left_out": alone} if alone else {})}
         notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
+
+    def _uid(self, number: int) -> str:
+        store, chosen = self._tokenized.store, self._pairs[number, 0]
+        return f"{self._labels[store.source[chosen] // len(SIDES)]}:{store.row[chosen]}"
 
     def _whole(self) -> Numbers:
         # The chosen answer identifies its pair.
@@ -270,9 +275,7 @@ class LabelSet(AnswerSet):
 
 def _with_labels(batch: TrainingBatch, signs: NDArray[np.int32]) -> TrainingBatch:
     """Add the column `labels`, and scale the weights of each answer to sum to 1. `signs` has a label per segment."""
-    ids, numbers = batch.tokens["segment_ids"].long(), segment_numbers(batch)
-    before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
-    labels = torch.from_numpy(np.append(signs, np.int32(0)))[torch.where(ids > 0, before + ids - 1, -1)]
+    numbers, labels = segment_numbers(batch), values_of_segments(batch, signs)
     weights = batch.tokens["loss_weights"]
     sums = sums_by_number(weights, numbers)[numbers].clamp(min=1e-30)
     scaled = (weights / sums).to(weights.dtype)

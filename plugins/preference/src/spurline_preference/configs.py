@@ -12,12 +12,13 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig, TrainsOn
-from spurline.protocols.source import SourceConfig, SourceFacts
+from spurline.protocols.source import SourceFacts
+from spurline_text.configs import SampleSourceConfig
 
 Supplies = Literal["pairs", "labels"]
 
 
-class AnswerSourceConfig(SourceConfig):
+class AnswerSourceConfig(SampleSourceConfig):
     """Base of the sources of answers that are better or worse."""
 
     supplies: ClassVar[Supplies]

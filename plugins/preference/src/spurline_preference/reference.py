@@ -25,6 +25,7 @@ from spurline.protocols.backend import Backend, Role
 from spurline.protocols.source import SourceContext
 from spurline_models.architecture import load_model_config, model_of
 from spurline_models.weight_files import safetensors_files
+from spurline_text.sources.sft import values_of_segments
 
 FOLDER = "reference_logprobs"
 """Name of the folder of the files, in the folder of the token cache, or in the run directory if there is no cache."""
@@ -36,10 +37,8 @@ def places_of_tokens(batch: TrainingBatch, starts: NDArray[np.int64]) -> Tensor:
 
     `starts` has the place of the first token of each segment, in the order of the batch's segments.
     """
-    ids = batch.tokens["segment_ids"].long()
-    before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
-    first = torch.from_numpy(np.append(starts, 0))[torch.where(ids > 0, before + ids - 1, -1)]
-    return torch.where(ids > 0, first + batch.tokens["position_ids"].long(), -1)
+    first = values_of_segments(batch, starts, of_padding=-1)
+    return torch.where(first >= 0, first + batch.tokens["position_ids"].long(), -1)
 
 
 class ReferenceLogprobs:

@@ -12,8 +12,9 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig, TrainsOn
-from spurline.protocols.source import SourceConfig, SourceFacts
+from spurline.protocols.source import SourceFacts
 from spurline_rl.protocols.reward import RewardConfig
+from spurline_text.configs import SampleSourceConfig
 
 Head = Literal["vocabulary", "score"]
 
@@ -27,6 +28,8 @@ class BradleyTerryConfig(LossConfig):
     name: str = "bradley_terry"
     margin: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Reward by which the chosen answer should exceed the rejected one (Llama 2, arXiv:2307.09288)."""
+    margin_column: Annotated[str | None, OnResume.BY_NAME] = None
+    """Column of `source.carry` with a margin for each pair, which is added to `margin`."""
     centering: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the squared sum of both rewards, which keeps rewards near 0 (Eisenstein et al. 2023,
     arXiv:2312.09244). 0.01 is usual."""
@@ -50,7 +53,7 @@ class StepRewardConfig(LossConfig):
     and trains the score itself by squared error."""
 
 
-class ScoredStepsConfig(SourceConfig):
+class ScoredStepsConfig(SampleSourceConfig):
     """Prompts with an answer in steps and a label for each step: the columns `prompt`, `completions` and `labels`."""
 
     run_defaults: ClassVar[dict[str, str]] = {"loss": "step_reward"}

@@ -1,7 +1,7 @@
 """Losses of reward models. They read scores, since `model.head` is `score`.
 
-The reward r(y) of an answer is the score of its last token. With m = `margin` and c = `centering`, the loss of a pair
-of a chosen answer y+ and a rejected answer y- is
+The reward r(y) of an answer is the score of its last token. With c = `centering` and m = `margin`, plus the number in
+the pair's row if there is a `margin_column`, the loss of a pair of a chosen answer y+ and a rejected answer y- is
 
     bradley_terry   -log sigma(r(y+) - r(y-) - m) + c (r(y+) + r(y-))^2
 
@@ -36,17 +36,19 @@ BINS = (0.5, 0.6, 0.7, 0.8, 0.9)
 class BradleyTerry:
     """The loss `bradley_terry`."""
 
-    needs: frozenset[str] = frozenset({"pair_ids"})
-
     def __init__(self, config: BradleyTerryConfig):
         self.config = config
+        self.needs = frozenset({"pair_ids", *([] if config.margin_column is None else [config.margin_column])})
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
-        pairs, chosen, rejected = _rewards(inputs)
-        loss = -F.logsigmoid(chosen - rejected - self.config.margin)
+        pairs, *rewards = _rewards(inputs)
+        chosen, rejected = (pairs.to_tokens(each) for each in rewards)
+        column = self.config.margin_column
+        margin = self.config.margin if column is None else self.config.margin + inputs.columns[column]
+        loss = -F.logsigmoid(chosen - rejected - margin)
         if self.config.centering:
             loss = loss + self.config.centering * (chosen + rejected).square()
-        return pairs.to_tokens(loss)
+        return loss
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, MetricValues]:
         """Return the metrics of pairs, the mean confidence, and the accuracy by confidence."""
@@ -64,7 +66,8 @@ class BradleyTerry:
         return {**by_token, **_calibration(*(pairs.to_tokens(value) for value in (right, confidence)))}
 
     def describe(self) -> str:
-        margin = f" by {self.config.margin:g}" if self.config.margin else ""
+        margins = [*([f"{self.config.margin:g}"] if self.config.margin else []), *(self.needs - {"pair_ids"})]
+        margin = f" by {' plus '.join(margins)}" if margins else ""
         return f"Bradley-Terry: the score of a chosen answer's last token exceeds that of the rejected one{margin}."
 
 

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, SUPPORT, TOKEN_COLUMNS, TrainingBatch
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, SUPPORT, TrainingBatch
 from spurline.data.token_store import joined
-from spurline.errors import ConfigError, DataError, PluginError, RunFailedError
+from spurline.errors import DataError, PluginError, RunFailedError
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
@@ -41,6 +41,7 @@ from spurline_rl.trajectory import (
     with_fields,
     with_turns,
 )
+from spurline_text.sources.sft import refuse_columns_of_batches
 from spurline_text.tokenizer import pad_token_id
 
 _LOGPROBS = "_logprobs"
@@ -101,11 +102,7 @@ class Preparation:
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
-        for name in config.carry:
-            if name in TOKEN_COLUMNS or name in OPTIONAL_TOKEN_COLUMNS:
-                raise ConfigError.at(
-                    "source.carry", f"names '{name}', which is a column of every batch. Rename it in the data."
-                )
+        refuse_columns_of_batches(config.carry)
         self._config = config
         self._layout = context.layout
         self._collator: RolloutCollator = registry.create(

@@ -109,7 +109,19 @@ class StreamSourceConfig(SourceConfig):
                 )
 
 
-class SftSourceConfig(SourceConfig):
+class SampleSourceConfig(SourceConfig):
+    """Base of the sources whose samples are rows of the data."""
+
+    carry: tuple[str, ...] = ()
+    """Columns of the data with numbers or booleans, also of held-out data. A loss that lists such a column in `needs`
+    gets it as a float32 column of the batch."""
+
+    @property
+    def facts(self) -> SourceFacts:
+        return replace(super().facts, carried=self.carry)
+
+
+class SftSourceConfig(SampleSourceConfig):
     """Tokenized samples in the order of `data.order`, `batch_size` samples per step."""
 
     name: str = "sft"

@@ -158,8 +158,8 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
     if missing:
         raise DataError(
             f"The loss needs {listing(missing)}, which this run's batches do not have. "
-            "Choose another `loss`, or a `source` that provides them. With source.carry, a source of rollouts passes "
-            "numbers in the data's rows on to the loss."
+            "Choose another `loss`, or a `source` that provides them. source.carry passes numbers in the data's rows "
+            "on to the loss."
         )
 
 

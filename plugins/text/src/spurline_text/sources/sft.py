@@ -6,20 +6,22 @@ evaluation draws its own batches from a SampleSet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spurline.config.section import ComponentConfig
-from spurline.data.batch import TrainingBatch
-from spurline.data.token_store import TokenStore, summarize
-from spurline.errors import DataError, listing, suggestion
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
+from spurline.data.token_store import TokenStore, fingerprint_of, summarize
+from spurline.errors import ConfigError, DataError, listing, suggestion
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.order import Order, SampleFacts, epoch_shares
@@ -36,17 +38,19 @@ _MOST_KEYS = 1_000_000
 
 @dataclass(frozen=True)
 class ColumnsOfRows:
-    """Reads dataset columns for a data order. Implements `SampleColumns`.
+    """Reads dataset columns. Implements `SampleColumns`.
 
-    `rows` has one int64 array [n] per dataset, with the row number of each sample.
+    `rows` has one int64 array [n] per dataset, with the row number of each sample. `reader` is the setting that needs
+    the columns, for messages.
     """
 
     datasets: Sequence[DatasetToTokenize]
     rows: Sequence[NDArray[np.int64]]
+    reader: str = "data.order"
 
     def values(self, name: str) -> Sequence[Any]:
         pairs = zip(self.datasets, self.rows, strict=True)
-        return [value for dataset, rows in pairs for value in _values(dataset, rows, name)]
+        return [value for dataset, rows in pairs for value in self._values(dataset, rows, name)]
 
     def numbers(self, name: str) -> NDArray[np.float64]:
         numbers = np.full(sum(map(len, self.rows)), np.nan)
@@ -58,8 +62,8 @@ class ColumnsOfRows:
                 numbers[sample] = float(value)
             if not np.isfinite(numbers[sample]):
                 raise DataError(
-                    f"{self.location(sample)}: {name} is {describe(value)}, but data.order needs a finite number there."
-                    " Give every row a number, or name another column."
+                    f"{self.location(sample)}: {name} is {describe(value)}, but {self.reader} needs a finite number "
+                    "there. Give every row a number, or name another column."
                 )
         return numbers
 
@@ -68,26 +72,40 @@ class ColumnsOfRows:
         source = int(np.searchsorted(starts, sample, side="right")) - 1
         return self.datasets[source].dataset.location(int(self.rows[source][sample - starts[source]]))
 
+    def _values(self, source: DatasetToTokenize, rows: NDArray[np.int64], name: str) -> Iterator[Any]:
+        """Yield the value of each row, or None for an unreadable row that `on_bad_row: skip` skips."""
+        for row in rows.tolist():
+            try:
+                content = source.dataset[row]
+            except DataError:
+                if source.config.on_bad_row == "error":
+                    raise
+                yield None
+                continue
+            value = value_at(content, name)
+            if value is None:
+                names = list(column_paths(content))
+                raise DataError(
+                    f"{source.dataset.location(row)}: {name} is missing or null, and {self.reader} needs it."
+                    f"{suggestion(name, names)} Give every row a value, or name another column. The row has: "
+                    f"{listing(names)}."
+                )
+            yield value
 
-def _values(source: DatasetToTokenize, rows: NDArray[np.int64], name: str) -> Iterator[Any]:
-    """Yield the value of each row, or None for an unreadable row that `on_bad_row: skip` skips."""
-    for row in rows.tolist():
-        try:
-            content = source.dataset[row]
-        except DataError:
-            if source.config.on_bad_row == "error":
-                raise
-            yield None
-            continue
-        value = value_at(content, name)
-        if value is None:
-            names = list(column_paths(content))
-            raise DataError(
-                f"{source.dataset.location(row)}: {name} is missing or null, and data.order needs it."
-                f"{suggestion(name, names)} Give every row a value, or name another column. The row has: "
-                f"{listing(names)}."
-            )
-        yield value
+
+def refuse_columns_of_batches(carried: Collection[str]) -> None:
+    """Raise ConfigError if `source.carry` names a column that batches have anyway."""
+    for name in carried:
+        if name in TOKEN_COLUMNS or name in OPTIONAL_TOKEN_COLUMNS:
+            raise ConfigError.at("source.carry", f"names '{name}', a column of every batch. Rename it in the data.")
+
+
+def values_of_segments(batch: TrainingBatch, values: NDArray[Any], *, of_padding: int = 0) -> Tensor:
+    """Return a column [R, L] that gives each token the value of its segment. `values` has one per segment."""
+    ids = batch.tokens["segment_ids"].long()
+    before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
+    table = torch.from_numpy(np.append(values, values.dtype.type(of_padding)))
+    return table[torch.where(ids > 0, before + ids - 1, -1)]
 
 
 class SampleSet:
@@ -101,6 +119,8 @@ class SampleSet:
 
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
+        refuse_columns_of_batches(run.source.facts.carried)
+        self._carries = sorted({*run.source.facts.carried} & registry.create("loss", run.loss).needs)
         opened = open_datasets(configs, registry, context.row_limit)
         self.shares = share_read(opened)
         self._opened = opened
@@ -120,14 +140,37 @@ class SampleSet:
         return self._tokenized.store.sizes()
 
     def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:
-        return self._collator.collate(self._tokenized.store.view(numbers), training=training)
+        batch = self._collator.collate(self._tokenized.store.view(numbers), training=training)
+        return self.with_carried(batch, numbers)
+
+    def with_carried(self, batch: TrainingBatch, numbers: NDArray[np.int64]) -> TrainingBatch:
+        """Add the columns of `source.carry` that the loss needs to a batch of these samples."""
+        if not self._carries:
+            return batch
+        number_of = {self._uid(number): number for number in numbers.tolist()}
+        places = np.array([number_of[uid] for uid in batch.segments["uid"].values.tolist()], np.int64)
+        columns = {name: values_of_segments(batch, values[places]) for name, values in self._carried.items()}
+        return replace(batch, tokens={**batch.tokens, **columns})
+
+    @cached_property
+    def _carried(self) -> Mapping[str, NDArray[np.float32]]:
+        """The number of each sample, by column."""
+        columns = replace(self._columns(), reader="source.carry")
+        return {name: columns.numbers(name).astype(np.float32) for name in self._carries}
+
+    def _uid(self, number: int) -> str:
+        """Return the uid that segments of this sample have in batches."""
+        return self._tokenized.store.uid(number)
 
     def fingerprint(self) -> str:
-        return self._tokenized.store.fingerprint
+        carried = [f"{name}/{xxhash.xxh3_128_hexdigest(values.data)}" for name, values in self._carried.items()]
+        tokens = self._tokenized.store.fingerprint
+        return fingerprint_of([tokens, *carried]) if carried else tokens
 
     def summary(self) -> dict[str, Any]:
         facts = summarize(self._tokenized)
-        return {**facts, "notes": [*facts["notes"], *self._plain_text]}
+        carried = [f"column {name}: {found.min():g} to {found.max():g}" for name, found in self._carried.items()]
+        return {**facts, "notes": [*facts["notes"], *self._plain_text, *carried]}
 
     @cached_property
     def _keys(self) -> NDArray[np.uint64]:
@@ -149,9 +192,11 @@ class SampleSet:
         return self._sources
 
     def facts(self, weights: Sequence[float], per_step: int) -> SampleFacts:
+        return SampleFacts(self.sizes(), tuple(weights), per_step, self._columns(), self._lengths)
+
+    def _columns(self) -> ColumnsOfRows:
         rows = np.split(self._tokenized.store.row[self._whole()], np.cumsum(self.sizes())[:-1])
-        columns = ColumnsOfRows(self._opened, rows)
-        return SampleFacts(self.sizes(), tuple(weights), per_step, columns, self._lengths)
+        return ColumnsOfRows(self._opened, rows)
 
     def _lengths(self) -> NDArray[np.int64]:
         return self._tokenized.store.lengths()
@@ -237,8 +282,8 @@ class SftSource(BatchSource):
         refuse_other_data(
             state,
             self._samples.fingerprint(),
-            "The training data differs from the data of the checkpoint in tokens or loss masks: a file, the tokenizer "
-            "or the chat template has changed. Restore it, or start again with another run_dir.",
+            "The training data differs from the data of the checkpoint in tokens, loss masks or carried columns: a "
+            "file, the tokenizer or the chat template has changed. Restore it, or start again with another run_dir.",
         )
 
 
