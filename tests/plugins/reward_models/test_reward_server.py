@@ -68,7 +68,8 @@ def test_scores_of_a_vllm_server_are_those_of_the_model_and_what_it_refuses_is_t
 
     def check(url: str) -> None:
         def reward(**settings: Any) -> ModelReward:
-            return ModelReward(ModelRewardConfig(**{"url": url, "model": "judge", "suffix": "<|im_end|>"} | settings))
+            given: Any = {"url": url, "model": "judge", "suffix": "<|im_end|>", **settings}
+            return ModelReward(ModelRewardConfig(**given))
 
         expected = torch.tensor([own(answer) for answer in answers])
         scoring = reward(batch_size=4)
