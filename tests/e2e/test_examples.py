@@ -14,7 +14,7 @@ import pytest
 import torch
 from every_run import SOAK
 from run_helpers import Spurline, read_metrics
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -141,6 +141,13 @@ RECIPES: dict[str, dict[str, object]] = {
     "kto_sort.yaml": {"evaluation.generate.max_samples": 4, "data.train": "examples/data/sort_pairs_eval.jsonl"},
     "orpo_sort.yaml": {"evaluation.generate.max_samples": 4},
     "reward_model_sort.yaml": {},
+    "rl_sort_reward_model.yaml": {
+        **SMALL_ROLLOUTS,
+        "source.sampling.max_new_tokens": 16,
+        "source.sampling.stop": "[a, e, i, o, u, s, t, n, r]",
+        "source.held_out.max_prompts": 4,
+        "model.frozen.judge.path": "DATA",
+    },
     "rl_sort_dppo.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
     "distill_sort.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4, "model.frozen.teacher.path": "MODEL"},
     "curriculum_sort.yaml": {
@@ -160,6 +167,9 @@ def test_the_example_of_a_recipe_trains(
     monkeypatch.chdir(ROOT)
     if example == "curriculum_sort.yaml":
         run_script(monkeypatch, "data/make_levels_data.py", tmp_path)
+    if example == "rl_sort_reward_model.yaml":
+        scorer = AutoModelForSequenceClassification.from_pretrained(spurline_tiny_model, num_labels=1)
+        scorer.save_pretrained(tmp_path)
     settings = {"run_dir": tmp_path / "run", "model.path": "MODEL", "steps": 2, **RECIPES[example]}
     paths = {"MODEL": str(spurline_tiny_model), "DATA": str(tmp_path)}
     values = {key: re.sub("MODEL|DATA", lambda found: paths[found[0]], str(value)) for key, value in settings.items()}
@@ -167,6 +177,11 @@ def test_the_example_of_a_recipe_trains(
     code, _, err = spurline("train", f"examples/{example}", *options)
     assert code == 0, err
     assert len(read_metrics(tmp_path / "run")) >= 2
+    if example == "rl_sort_reward_model.yaml":
+        run_script(monkeypatch, "data/make_sampled_pairs.py", tmp_path / "run", tmp_path / "pairs")
+        rows = [json.loads(line) for line in (tmp_path / "pairs/eval.jsonl").read_text("utf-8").splitlines()]
+        assert rows
+        assert all(row["prompt"].startswith("<|im_start|>user") and row["chosen"] != row["rejected"] for row in rows)
 
 
 def find(example: str, name: str) -> Path:

@@ -114,6 +114,9 @@ def test_a_score_head_that_is_trained_beside_adapters_has_no_reference(tmp_path:
         check_trainable(run)
     frozen = {"reference": {"path": str(tmp_path), "head": "score"}}
     check_trainable(run.model_copy(update={"model": ModelConfig.model_validate({**model, "frozen": frozen})}))
+    frozen["judge"] = frozen["reference"]
+    with pytest.raises(ModelError, match=r"model\.frozen\.judge\.path: .* has no score head.*RUN_DIR/model"):
+        check_trainable(run.model_copy(update={"model": ModelConfig.model_validate({**model, "frozen": frozen})}))
 
 
 def test_an_advantage_cannot_read_logprobs_of_a_score_head() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from spurline.config.run_config import FrozenModelConfig, ModelConfig, RunConfig
 from spurline.errors import ModelError
 from spurline.protocols.backend import Role
-from spurline_models.architecture import build_without_memory, load_model_config, model_of
+from spurline_models.architecture import build_without_memory, has_score, load_model_config, model_of
 from spurline_models.loading import check_config, check_weights_fit, quiet_loading
 from spurline_models.streams.stream_model import StreamModel
 from spurline_text.tokenizer import load_tokenizer
@@ -37,7 +37,14 @@ def check_frozen(run: RunConfig) -> None:
     for role in run.model.frozen:
         with naming_frozen(run.model, role):
             model = model_of(run.model, role)
-            causal = build_without_memory(load_model_config(model), model)
+            config = load_model_config(model)
+            # The reference is the trained model as it was at first, and new score heads begin with zeros.
+            if model.head == "score" and role != "reference" and not has_score(config):
+                raise ModelError(
+                    f"model.path: {model.path} has no score head, and would give every text the score 0. Choose a "
+                    "trained reward model, such as RUN_DIR/model of its run."
+                )
+            causal = build_without_memory(config, model)
             check_config(causal, model.path, run.data.max_length)
             with quiet_loading():
                 StreamModel(causal)

@@ -97,10 +97,10 @@ class ModelRewardConfig(RewardConfig):
     that a chat template renders have these tokens already."""
     batch_size: Annotated[int, OnResume.FREE] = Field(default=64, gt=0)
     """Largest number of texts in one request."""
-    timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
+    request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
     """Seconds that a request may take."""
-    retries: Annotated[int, OnResume.FREE] = Field(default=3, ge=0)
-    """Number of times that a failed request is repeated. The pause before it doubles each time, from one second."""
+    give_up_after_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
+    """Seconds for which a failed request is repeated before its attempts fail. A server may start again meanwhile."""
 
     @property
     def scored_by(self) -> str | None:

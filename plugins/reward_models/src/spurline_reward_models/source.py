@@ -87,9 +87,8 @@ def read_steps(view: RowView) -> tuple[Any, list[str], list[float]]:
     if not isinstance(steps, (list, tuple, np.ndarray)) or not all(isinstance(step, str) for step in steps):
         raise BadRowError(view.label("completions"), f"is {describe(steps)}, expected a list of texts, one per step.")
     if not isinstance(labels, (list, tuple, np.ndarray)) or len(labels) != len(steps) or not len(steps):
-        raise BadRowError(
-            view.label("labels"), f"is {describe(labels)}, expected a label for each of {len(steps)} steps."
-        )
+        expected = f"expected a list of {len(steps)} labels, one per step."
+        raise BadRowError(view.label("labels"), f"is {describe(labels)}, {expected}")
     for label in labels:
         if not isinstance(label, (int, float, np.bool_, np.number)) or not math.isfinite(label):
             raise BadRowError(
