@@ -245,7 +245,7 @@ def test_a_plan_names_row_and_column_where_the_difficulty_is_missing(
         ("curriculum", r"data\.order\.column is required"),
         (
             {"column": "level"},
-            r"data\.order\.column is not .* of 'uniform'\. It is a setting of curriculum: add `name: c",
+            r"data\.order\.column is not .* of 'uniform'\. It is a setting of curriculum: set `name: c",
         ),
         (True, r"data\.order must be an order: its name"),
         ("shuffled", r"data\.order is 'shuffled', but no order has that name.*Available: curriculum, length_grouped"),

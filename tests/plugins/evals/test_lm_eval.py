@@ -326,6 +326,7 @@ def test_ranks_find_the_same_scores(config: Config) -> None:
     ("changes", "settings", "said"),
     [
         ({}, {"tasks": ["choice"]}, "evaluations.bench.tasks has choice, which is neither.*Did you mean 'choices'"),
+        ({}, {"include_path": "task"}, "evaluations.bench.include_path is task, which is not a folder"),
         ({}, {"tasks": ["gsm8k"]}, "gsm8k cannot be loaded: .*HF_HUB_OFFLINE is set. For local rows, `include`"),
         ({}, {"tasks": ["unsafe"]}, "has unsafe, which runs code that the model wrote"),
         ({}, {"tasks": ["answers"], "max_length": 6}, "allows answers of 6 tokens.*Set max_new_tokens"),
