@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from async_runs import assert_equals_synchronous, asynchronous, comparable
-from run_helpers import (
-    Config,
-    KillableProcess,
-    Spurline,
-    assert_pieces_equal_the_whole,
-    assert_same_run,
-    assert_same_weights,
-    train,
-    write_rows,
-)
+from run_helpers import Config, Spurline, assert_pieces_equal_the_whole, assert_same_weights, train, write_rows
 
 from spurline import load_config
 from spurline.errors import ConfigError
@@ -176,23 +167,6 @@ def test_rollouts_cut_in_pieces_equal_the_uninterrupted_run_and_the_asynchronous
     whole = assert_equals_synchronous(asynchronous(graded_rl_config | {"run_dir": f"{pieces.run_dir}-whole"}))
     assert comparable(pieces) == comparable(whole)
     assert_same_weights(pieces, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_run_that_is_killed_while_prompts_wait_draws_them_again_as_the_uninterrupted_one(
-    graded_rl_config: Config, killable_process: Callable[..., KillableProcess]
-) -> None:
-    graded_rl_config["data"]["order"] = REPLAY
-    graded_rl_config |= {"steps": 8, "checkpoint": {"every_steps": 2}}
-    whole = train(graded_rl_config, name="whole")
-    for steps in (3, 2):
-        process = killable_process(graded_rl_config)
-        process.wait_for_steps(steps, 0.01)
-        process.kill()
-    run = train(graded_rl_config)
-    assert_same_run(run, whole)
-    assert run.lines[-1]["order/replay/replayed"] > 0
 
 
 @pytest.mark.parametrize(("order", "kind"), [(ADAPTIVE, RewardAdaptiveOrder), (REPLAY, SuccessMixtureOrder)])
