@@ -255,6 +255,7 @@ def _apart() -> Iterator[None]:
     level, shows_bars = logger.level, not datasets.are_progress_bars_disabled()
     with (
         torch.random.fork_rng(devices=[]),
+        patch.object(lm_eval.api.model, "tqdm", lambda items, **_: items),
         patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items),
         patch.object(lm_eval.evaluator_utils, "stderr_for_metric", lambda metric, **_: formulas.get(metric)),
     ):
