@@ -231,6 +231,13 @@ def test_an_order_that_does_not_fit_is_refused_with_the_fix(sft_config: Config, 
         load_config(sft_config)
 
 
+def test_shares_of_files_that_an_order_of_parts_would_not_keep_are_refused(sft_config: Config) -> None:
+    whole = {"path": sft_config["data"]["train"], "share": 0.5}
+    sft_config["data"] |= {"train": [whole, {**whole, "label": "again"}], "order": MIXTURE}
+    with pytest.raises(ConfigError, match=r"data\.order\.name is mixture, which .* so a `share` in data\.train would"):
+        load_config(sft_config | {"plugins": ["curricula"]})
+
+
 def test_orders_that_rollouts_cannot_have_are_refused(graded_rl_config: Config) -> None:
     graded_rl_config["data"]["order"] = "length_grouped"
     with pytest.raises(ConfigError, match=r"data\.order\.name is length_grouped, which needs the length .*rollouts"):
