@@ -11,7 +11,7 @@ from spurline.data.configs import UniformOrderConfig
 from spurline.data.orders.epochs import UniformOrder
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import SampleFacts, epoch_shares
-from spurline_text.tokenization import notes_of_mixture, passes_per_epoch
+from spurline_text.tokenization import mix_notes, passes_per_epoch
 
 mixtures = st.lists(st.tuples(st.integers(1, 200), st.floats(0.1, 5), st.booleans()), min_size=1, max_size=4)
 
@@ -55,7 +55,7 @@ def test_a_mixture_by_shares_is_the_same_wherever_it_is_cut(mixture: list[tuple[
 def test_plans_say_how_often_a_dataset_with_a_share_comes_and_which_weights_were_rounded() -> None:
     def notes(**settings: float) -> list[str]:
         small = DatasetConfig.model_validate({"name": "rows", **settings})
-        return notes_of_mixture([DatasetConfig(name="rows"), small], [90, 10], ["large", "small"])
+        return mix_notes([DatasetConfig(name="rows"), small], [90, 10], ["large", "small"])
 
     assert notes(share=0.3) == [
         "large: 70 samples of an epoch, 0.778 times each of its 90",

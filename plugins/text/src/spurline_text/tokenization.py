@@ -153,7 +153,7 @@ def passes_per_epoch(datasets: Sequence[DatasetConfig], sizes: Sequence[int]) ->
     )
 
 
-def notes_of_mixture(datasets: Sequence[DatasetConfig], sizes: Sequence[int], labels: Sequence[str]) -> list[str]:
+def mix_notes(datasets: Sequence[DatasetConfig], sizes: Sequence[int], labels: Sequence[str]) -> list[str]:
     """Return how often each dataset comes if any has a `share`, and otherwise which weights were rounded."""
     passes, has_shares = passes_per_epoch(datasets, sizes), any(dataset.share is not None for dataset in datasets)
     return [

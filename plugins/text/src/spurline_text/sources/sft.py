@@ -28,7 +28,7 @@ from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.rows.rows import column_paths, describe, value_at
 from spurline_text.tokenization import (
-    notes_of_mixture,
+    mix_notes,
     open_datasets,
     passes_per_epoch,
     plain_text_notes,
@@ -206,8 +206,7 @@ class SftSource(BatchSource):
         # Assume that unread rows give as many samples per row as the rows that were read.
         sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
         self._samples_per_epoch = sum(epoch_shares(sizes, passes_per_epoch(run.data.train, sizes)))
-        self._notes = notes_of_mixture(run.data.train, sizes, self._samples.labels)
-        self._read_in_part = min(shares) < 1
+        self._notes = mix_notes(run.data.train, sizes, self._samples.labels)
         self.total_steps = run.total_steps(self._samples_per_epoch)
 
     def summary(self) -> Mapping[str, object]:
@@ -216,7 +215,7 @@ class SftSource(BatchSource):
             **facts,
             "notes": [*facts["notes"], *self._notes],
             "samples_per_epoch": self._samples_per_epoch,
-            "read_in_part": self._read_in_part,
+            "read_in_part": min(self._samples.shares) < 1,
         }
 
     def longest(self) -> Longest:
