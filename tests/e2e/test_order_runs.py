@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from async_runs import assert_equals_synchronous, asynchronous, comparable
-from run_helpers import (
-    Config,
-    KillableProcess,
-    Spurline,
-    assert_pieces_equal_the_whole,
-    assert_same_run,
-    assert_same_weights,
-    train,
-    write_rows,
-)
+from run_helpers import Config, Spurline, assert_pieces_equal_the_whole, assert_same_weights, train, write_rows
 
 from spurline import load_config
 from spurline.errors import ConfigError
@@ -178,23 +169,6 @@ def test_rollouts_cut_in_pieces_equal_the_uninterrupted_run_and_the_asynchronous
     assert_same_weights(pieces, whole)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_run_that_is_killed_while_prompts_wait_draws_them_again_as_the_uninterrupted_one(
-    graded_rl_config: Config, killable_process: Callable[..., KillableProcess]
-) -> None:
-    graded_rl_config["data"]["order"] = REPLAY
-    graded_rl_config |= {"steps": 8, "checkpoint": {"every_steps": 2}}
-    whole = train(graded_rl_config, name="whole")
-    for steps in (3, 2):
-        process = killable_process(graded_rl_config)
-        process.wait_for_steps(steps, 0.01)
-        process.kill()
-    run = train(graded_rl_config)
-    assert_same_run(run, whole)
-    assert run.lines[-1]["order/replay/replayed"] > 0
-
-
 @pytest.mark.parametrize(("order", "kind"), [(ADAPTIVE, RewardAdaptiveOrder), (REPLAY, SuccessMixtureOrder)])
 def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
     graded_rl_config: Config, monkeypatch: pytest.MonkeyPatch, order: Config, kind: type[AdaptiveOrder]
@@ -245,7 +219,7 @@ def test_a_plan_names_row_and_column_where_the_difficulty_is_missing(
         ("curriculum", r"data\.order\.column is required"),
         (
             {"column": "level"},
-            r"data\.order\.column is not .* of 'uniform'\. It is a setting of curriculum: add `name: c",
+            r"data\.order\.column is not .* of 'uniform'\. It is a setting of curriculum: set `name: c",
         ),
         (True, r"data\.order must be an order: its name"),
         ("shuffled", r"data\.order is 'shuffled', but no order has that name.*Available: curriculum, length_grouped"),
@@ -255,6 +229,13 @@ def test_an_order_that_does_not_fit_is_refused_with_the_fix(sft_config: Config, 
     sft_config["data"]["order"] = order
     with pytest.raises(ConfigError, match=message):
         load_config(sft_config)
+
+
+def test_shares_of_files_that_an_order_of_parts_would_not_keep_are_refused(sft_config: Config) -> None:
+    whole = {"path": sft_config["data"]["train"], "share": 0.5}
+    sft_config["data"] |= {"train": [whole, {**whole, "label": "again"}], "order": MIXTURE}
+    with pytest.raises(ConfigError, match=r"data\.order\.name is mixture, which .* so a `share` in data\.train would"):
+        load_config(sft_config | {"plugins": ["curricula"]})
 
 
 def test_orders_that_rollouts_cannot_have_are_refused(graded_rl_config: Config) -> None:

@@ -270,14 +270,15 @@ def test_an_evaluation_changes_neither_the_training_nor_its_own_scores_after_a_r
     assert len({tuple(scores(whole, step).values()) for step in range(4)}) == 4
 
 
-def test_the_example_measures_both_of_its_tasks(
-    spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_example_measures_both_of_its_tasks_without_bars_of_lm_eval(
+    spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     changes = [f"run_dir={tmp_path / 'run'}", f"model.path={spurline_tiny_model}", "steps=1"]
     run = train(load_config("examples/sft_sort_evals.yaml", [*changes, "evaluations.lm_eval.limit=4"]))
     names = {name.partition("lm_eval/")[2] for name in run.lines[0] if "eval/" in name}
     assert {"sort_answers/exact_match/flexible-extract", "sort_choices/acc", "sort_choices/acc_stderr"} < names
+    assert "inputs" not in capsys.readouterr().err
 
 
 def answers_of(run: Trained) -> list[str]:
@@ -326,6 +327,7 @@ def test_ranks_find_the_same_scores(config: Config) -> None:
     ("changes", "settings", "said"),
     [
         ({}, {"tasks": ["choice"]}, "evaluations.bench.tasks has choice, which is neither.*Did you mean 'choices'"),
+        ({}, {"include_path": "task"}, "evaluations.bench.include_path is task, which is not a folder"),
         ({}, {"tasks": ["gsm8k"]}, "gsm8k cannot be loaded: .*HF_HUB_OFFLINE is set. For local rows, `include`"),
         ({}, {"tasks": ["unsafe"]}, "has unsafe, which runs code that the model wrote"),
         ({}, {"tasks": ["answers"], "max_length": 6}, "allows answers of 6 tokens.*Set max_new_tokens"),

@@ -73,6 +73,8 @@ def test_memory_counts_every_untrained_model_that_has_weights_of_its_own(tmp_pat
     assert kept(default)["reference"] == kept(default)["weights"] < kept(given)["reference"]
     assert "reference" not in kept(default, lora={"rank": 2})
     assert kept(given, lora={"rank": 2})["reference"] == kept(given)["reference"]
+    with pytest.raises(ModelError, match=r"^model\.frozen\.reference\.path: folder .*gone does not exist"):
+        kept(with_frozen(policy, reference={"path": str(tmp_path / "gone")}))
 
 
 class TaughtConfig(CrossEntropyConfig):

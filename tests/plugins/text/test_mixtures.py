@@ -11,7 +11,7 @@ from spurline.data.configs import UniformOrderConfig
 from spurline.data.orders.epochs import UniformOrder
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import SampleFacts, epoch_shares
-from spurline_text.tokenization import passes_per_epoch
+from spurline_text.tokenization import mix_notes, passes_per_epoch
 
 mixtures = st.lists(st.tuples(st.integers(1, 200), st.floats(0.1, 5), st.booleans()), min_size=1, max_size=4)
 
@@ -50,3 +50,18 @@ def test_a_mixture_by_shares_is_the_same_wherever_it_is_cut(mixture: list[tuple[
     first, second = (UniformOrder(UniformOrderConfig(), samples=samples, seed=1) for _ in range(2))
     whole = first.positions(0, cut + 40).tolist()
     assert second.positions(0, cut).tolist() + second.positions(cut, cut + 40).tolist() == whole
+
+
+def test_plans_say_how_often_a_dataset_with_a_share_comes_and_which_weights_were_rounded() -> None:
+    def notes(**settings: float) -> list[str]:
+        small = DatasetConfig.model_validate({"name": "rows", **settings})
+        return mix_notes([DatasetConfig(name="rows"), small], [90, 10], ["large", "small"])
+
+    assert notes(share=0.3) == [
+        "large: 70 samples of an epoch, 0.778 times each of its 90",
+        "small: 30 samples of an epoch, 3 times each of its 10",
+    ]
+    assert notes(weight=2) == []
+    assert notes(weight=0.01) == [
+        "small: 1 samples of an epoch, 0.1 times each of its 10 (its weight 0.01 is rounded to whole samples)"
+    ]

@@ -133,7 +133,7 @@ class _Explainer:
             return f" It exists as {wrapped[0]}.{key}."
         having = [name for name in registry.names(kind) if key in registry.get(kind, name).config.model_fields]
         if having:
-            return f" It is a setting of {' and '.join(having)}: add `name: {having[0]}`."
+            return f" It is a setting of {' and '.join(having)}: set `name: {having[0]}`."
         found = [place for place in _places(lambda name, _: name == key, self._model) if place != ".".join(path)]
         # The user most likely meant one of the settings with the shortest paths.
         depth = min((place.count(".") for place in found), default=0)

@@ -29,6 +29,12 @@ class PartsConfig(OrderConfig):
         yield from super().problems(run)
         if sum(self.shares.values()) > 1 + 1e-9:
             yield Problem("shares", f"has the sum {sum(self.shares.values()):g}. The sum must be at most 1.")
+        if any(dataset.share is not None for dataset in run.data.train):
+            yield Problem(
+                "name",
+                f"is {self.name}, which draws every row of a part equally often, so a `share` in data.train would not "
+                "hold. Remove it, or give each file a value of its own in the column.",
+            )
 
 
 class MixtureConfig(PartsConfig):

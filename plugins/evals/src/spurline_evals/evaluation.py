@@ -37,6 +37,7 @@ from spurline_rl.draws import Draw
 from spurline_rl.held_out import HELD_OUT, MakesAttempts
 from spurline_rl.protocols.environment import PolicyHandle, Task
 from spurline_rl.trajectory import Group, Trajectory
+from spurline_text.datasets.local_files import neighbours
 from spurline_text.hub import asked_once, hub_answers
 
 with importing():
@@ -212,6 +213,9 @@ class _Continuation:
 
 def _load(config: LmEvalConfig, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return tasks and groups by name. Raises ConfigError for an unknown name, DataError for a task without data."""
+    folder = config.include_path
+    if folder is not None and not folder.is_dir():
+        raise ConfigError.at(f"{where}.include_path", f"is {folder}, which is not a folder.{neighbours(folder)}")
     manager = TaskManager(include_path=config.include_path, include_defaults=False)
     if any(name not in manager.task_index and not Path(name).is_file() for name in config.tasks):
         # Reading all tasks of lm-eval takes seconds.
@@ -251,6 +255,7 @@ def _apart() -> Iterator[None]:
     level, shows_bars = logger.level, not datasets.are_progress_bars_disabled()
     with (
         torch.random.fork_rng(devices=[]),
+        patch.object(lm_eval.api.model, "tqdm", lambda items, **_: items),
         patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items),
         patch.object(lm_eval.evaluator_utils, "stderr_for_metric", lambda metric, **_: formulas.get(metric)),
     ):

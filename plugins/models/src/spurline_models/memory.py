@@ -29,6 +29,7 @@ from spurline_models.architecture import (
     vocabulary_size,
 )
 from spurline_models.configs import Checkpointing, LoraConfig, num_checkpointed
+from spurline_models.frozen import naming_frozen
 from spurline_models.optimizers.groups import frozen_names
 from spurline_models.placement.narrow_weights import narrowable_modules, quantizable_modules
 
@@ -114,7 +115,11 @@ def frozen_shapes(run: RunConfig, lora: LoraConfig | None) -> dict[Role, Shapes]
     With adapters, the default reference is the trained model with its adapters switched off.
     """
     shared = set() if lora is None else {"reference"} - run.model.frozen.keys()
-    return {role: model_shapes(model_of(run.model, role), None) for role in sorted(run.frozen_roles - shared)}
+    shapes: dict[Role, Shapes] = {}
+    for role in sorted(run.frozen_roles - shared):
+        with naming_frozen(run.model, role):
+            shapes[role] = model_shapes(model_of(run.model, role), None)
+    return shapes
 
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:

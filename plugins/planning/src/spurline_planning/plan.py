@@ -162,8 +162,6 @@ def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Mo
 
 def _data(data: DataComponents, row_limit: int | None) -> list[str]:
     lines = facts_of(data)
-    rounded = data.source.summary().get("rounded")
-    lines += rounded if isinstance(rounded, list) else []
     if data.source.summary().get("read_in_part"):
         lines.append(f"only the first {row_limit:,} rows of each dataset were read, so steps and epochs are estimates")
     return lines

@@ -26,7 +26,7 @@ from spurline_rl.protocols.environment import Task
 from spurline_rl.trajectory import Group, terms_of
 from spurline_text.prompts import question_key
 from spurline_text.sources.sft import ColumnsOfRows, note_of_shared
-from spurline_text.tokenization import check_rows, open_datasets, passes_per_epoch, share_read, store_labels
+from spurline_text.tokenization import check_rows, mix_notes, open_datasets, passes_per_epoch, share_read, store_labels
 
 _ROWS_COMPARED = 10_000
 """Number of rows of each dataset that are compared with held-out prompts."""
@@ -104,6 +104,7 @@ class PromptDraws:
         # Count also the rows that a row limit left unread.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
         self.prompts_per_epoch = sum(epoch_shares(whole, passes_per_epoch(configs, whole)))
+        self._notes = mix_notes(configs, whole, self._labels)
         self._read_in_part = whole != self._sizes
         self._namespace = namespace
         self._skipped: dict[str, str] = {}
@@ -200,6 +201,7 @@ class PromptDraws:
             "prompts": sum(self._sizes),
             "sources": dict(zip(self._labels, self._sizes, strict=True)),
             "read_in_part": self._read_in_part,
+            "notes": self._notes,
         }
 
     def fingerprint(self) -> str:

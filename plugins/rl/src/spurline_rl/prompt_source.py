@@ -160,11 +160,12 @@ class PromptSource(BatchSource):
         self._kept.start(step - 1)
 
     def summary(self) -> Mapping[str, object]:
-        config, shows = self._settings, self._attempts.shows_prompts
+        config, facts = self._settings, self._prompts.summary()
+        # An environment that does not show its prompts may use any column of a row.
+        shows, datasets = self._attempts.shows_prompts, self._prompts.datasets
         return {
-            **self._prompts.summary(),
-            # An environment that does not show its prompts may use any column of a row.
-            "notes": plain_text_notes(self._prompts.datasets, self._context.tokenizer) if shows else [],
+            **facts,
+            "notes": facts["notes"] + (plain_text_notes(datasets, self._context.tokenizer) if shows else []),
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",

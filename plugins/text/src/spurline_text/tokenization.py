@@ -19,6 +19,7 @@ from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.token_store import IGNORED, Count, SampleBlock, Tokenized, TokenStore, TokenStoreBuilder, joined
 from spurline.errors import DataError
 from spurline.protocols.dataset import Dataset, DatasetConfig
+from spurline.protocols.order import epoch_shares
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.datasets.protocols import CheckableDataset
@@ -150,6 +151,17 @@ def passes_per_epoch(datasets: Sequence[DatasetConfig], sizes: Sequence[int]) ->
         dataset.weight * rest if dataset.share is None else dataset.share * sum(amounts) / max(1, size)
         for dataset, size in zip(datasets, sizes, strict=True)
     )
+
+
+def mix_notes(datasets: Sequence[DatasetConfig], sizes: Sequence[int], labels: Sequence[str]) -> list[str]:
+    """Return how often each dataset comes if any has a `share`, and otherwise which weights were rounded."""
+    passes, has_shares = passes_per_epoch(datasets, sizes), any(dataset.share is not None for dataset in datasets)
+    return [
+        f"{label}: {amount:,} samples of an epoch, {amount / max(1, size):.3g} times each of its {size:,}"
+        + ("" if has_shares else f" (its weight {once:g} is rounded to whole samples)")
+        for label, size, once, amount in zip(labels, sizes, passes, epoch_shares(sizes, passes), strict=True)
+        if has_shares or abs(amount - once * size) > 0.05 * once * size
+    ]
 
 
 def tokenize(

@@ -29,7 +29,14 @@ from spurline.protocols.source import BatchSource, Samples, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.rows.rows import column_paths, describe, value_at
-from spurline_text.tokenization import open_datasets, passes_per_epoch, plain_text_notes, share_read, tokenize
+from spurline_text.tokenization import (
+    mix_notes,
+    open_datasets,
+    passes_per_epoch,
+    plain_text_notes,
+    share_read,
+    tokenize,
+)
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000
@@ -243,23 +250,17 @@ class SftSource(BatchSource):
         shares = self._samples.shares
         # Assume that unread rows give as many samples per row as the rows that were read.
         sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
-        weights = passes_per_epoch(run.data.train, sizes)
-        per_epoch = epoch_shares(sizes, weights)
-        self._samples_per_epoch = sum(per_epoch)
-        self._rounded = [
-            f"{label}: weight {weight:g} of {size} samples is rounded to {share} per epoch"
-            for label, weight, size, share in zip(self._samples.labels, weights, sizes, per_epoch, strict=True)
-            if abs(share - weight * size) > 0.05 * weight * size
-        ]
-        self._read_in_part = min(shares) < 1
+        self._samples_per_epoch = sum(epoch_shares(sizes, passes_per_epoch(run.data.train, sizes)))
+        self._notes = mix_notes(run.data.train, sizes, self._samples.labels)
         self.total_steps = run.total_steps(self._samples_per_epoch)
 
     def summary(self) -> Mapping[str, object]:
+        facts = self._samples.summary()
         return {
-            **self._samples.summary(),
+            **facts,
+            "notes": [*facts["notes"], *self._notes],
             "samples_per_epoch": self._samples_per_epoch,
-            "read_in_part": self._read_in_part,
-            "rounded": self._rounded,
+            "read_in_part": min(self._samples.shares) < 1,
         }
 
     def longest(self) -> Longest:
