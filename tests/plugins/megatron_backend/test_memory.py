@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from backend_batches import lay_out, make_samples
@@ -18,7 +18,7 @@ from rank_plans import published
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
-from spurline.protocols.loss import Objective
+from spurline.protocols.loss import LossConfig, Objective
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
@@ -32,7 +32,6 @@ from spurline_megatron_backend.planning import (
 )
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
-from spurline_models.losses.distributions import ReadsLogitsConfig
 from spurline_models.optimizers.configs import AdamWConfig
 from spurline_ranks.group import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
@@ -144,8 +143,10 @@ def test_experts_that_are_replayed_lie_beside_a_step() -> None:
     assert replayed == {**without, "routed experts": 2 * 8192 * 94 * 8 * 2}
 
 
-class _AnchoredConfig(ReadsLogitsConfig):
+class _AnchoredConfig(LossConfig):
     """The loss of a plugin, which learns from the data and stays near another model."""
+
+    reads_logits: ClassVar[bool] = True
 
     @property
     def roles(self) -> frozenset[str]:

@@ -18,7 +18,6 @@ from spurline.protocols.loss import LossConfig
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.order import OrderConfig
 from spurline_insight.report_panel import ReportPanelConfig
-from spurline_models.losses.distributions import ReadsLogitsConfig
 from spurline_plugin_template.typical_time import MedianConfig, TypicalTimeConfig
 from spurline_rl.protocols.reward import RewardConfig
 
@@ -85,8 +84,10 @@ ANCHOR = "anchor"
 """Role of the model that `anchored` reads: a key of `model.frozen`."""
 
 
-class AnchoredConfig(ReadsLogitsConfig):
+class AnchoredConfig(LossConfig):
     """Cross-entropy, and the divergence from another model (`model.frozen.anchor`) at every trained token."""
+
+    reads_logits: ClassVar[bool] = True
 
     name: str = "anchored"
     weight: float = Field(default=0.1, ge=0, allow_inf_nan=False)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from string import Formatter
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import Problem, listing
-from spurline_models.losses.distributions import ReadsLogitsConfig
-from spurline_rl.configs import PromptSourceConfig
+from spurline.protocols.loss import LossConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.scorer import ScorerConfig
 
 TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 """Columns [R, L, K] of the likeliest tokens of a served teacher at each response token, and their logprobs."""
+
+
+@runtime_checkable
+class HasScorers(Protocol):
+    """Settings of a source whose groups are scored."""
+
+    @property
+    def advantage(self) -> AdvantageConfig: ...
+    @property
+    def scorers(self) -> Sequence[ScorerConfig]: ...
 
 
 class TeachersSettings(Section):
@@ -45,10 +54,11 @@ class TeachersSettings(Section):
                 )
 
 
-class DistillationConfig(TeachersSettings, ReadsLogitsConfig):
+class DistillationConfig(TeachersSettings, LossConfig):
     """The divergence between the distributions of a teacher and of the trained model at each token."""
 
     learns_from_teacher: ClassVar[bool] = True
+    reads_logits: ClassVar[bool] = True
 
     name: str = "distillation"
     divergence: Annotated[Literal["forward_kl", "reverse_kl", "jensen_shannon"], OnResume.BY_NAME] = "forward_kl"
@@ -123,7 +133,7 @@ class TeacherAdvantageConfig(TeachersSettings, AdvantageConfig):
         if self.reward is None and self.reward_weight != 1:
             yield Problem("reward_weight", f"is {self.reward_weight:g}, but `reward` is null. Set reward: grpo.")
         columns = {f"{role}_logprobs" for role in self.weighted_teachers.values()}
-        scorers = run.source.scorers if isinstance(run.source, PromptSourceConfig) else ()
+        scorers = run.source.scorers if isinstance(run.source, HasScorers) else ()
         added = columns.intersection(name for scorer in scorers for name in scorer.columns)
         if self.served and added != columns:
             yield Problem(
@@ -203,7 +213,7 @@ class PrivilegedPromptConfig(ScorerConfig):
                 "text",
                 "may have braces only around names, as in {question} or {NAME}. Write other braces twice: {{ and }}.",
             )
-        if not isinstance(run.source, PromptSourceConfig):
+        if not isinstance(run.source, HasScorers):
             return
         others = [f"loss: {run.loss.name}"] if self.role in run.loss.roles else []
         others += ["source.kl_in_reward"] if self.role == "reference" and run.source.kl_in_reward is not None else []

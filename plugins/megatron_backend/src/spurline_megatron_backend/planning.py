@@ -27,7 +27,7 @@ from spurline_megatron_backend.parts import held_parameters, padded_vocabulary
 from spurline_models.architecture import load_model_config, model_of
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.frozen import naming_frozen
-from spurline_models.losses.distributions import ReadsLogitsConfig
+from spurline_models.losses.distributions import SaysReadsLogits
 from spurline_models.memory import COMPUTED_BYTES
 from spurline_models.optimizers.groups import settings_of
 from spurline_ranks.layout import counted, describe_ranks, divisors, more_ranks, ranks_of_machine, smaller_microbatches
@@ -185,7 +185,7 @@ def estimate_fullest(
 
 def _teachers(run: RunConfig) -> set[str]:
     """Return the roles whose distributions the loss may read, so that they stay on the device during the update."""
-    return set(run.loss.roles) if isinstance(run.loss, ReadsLogitsConfig) else set()
+    return set(run.loss.roles) if isinstance(run.loss, SaysReadsLogits) else set()
 
 
 def _frozen_bytes(config: MegatronBackendConfig, run: RunConfig, a: Architecture, stage: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -39,6 +39,14 @@ class BradleyTerryConfig(LossConfig):
             yield Problem(
                 "name", f"is {self.name}, but the source '{run.source.name}' has no pairs. Set source: preference."
             )
+
+
+@runtime_checkable
+class SaysKindOfLabel(Protocol):
+    """Settings of a loss that says which labels it reads."""
+
+    @property
+    def kind_of_label(self) -> Literal["probability", "number"]: ...
 
 
 class StepRewardConfig(LossConfig):

@@ -21,7 +21,7 @@ from spurline.data.token_store import fingerprint_of
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_reward_models.configs import ScoredStepsConfig, StepRewardConfig
+from spurline_reward_models.configs import SaysKindOfLabel, ScoredStepsConfig
 from spurline_text.rows.rows import BadRowError, RowView, describe
 from spurline_text.sources.sft import SampleSet, SftSource
 from spurline_text.tokenization import DerivedDataset
@@ -103,7 +103,7 @@ class StepSet(SampleSet):
     def __init__(self, config: ScoredStepsConfig, datasets: Sequence[DatasetConfig], context: SourceContext) -> None:
         self._config, self._tokenizer = config, context.tokenizer
         loss = context.config.loss
-        self._kind = loss.kind_of_label if isinstance(loss, StepRewardConfig) else "number"
+        self._kind = loss.kind_of_label if isinstance(loss, SaysKindOfLabel) else "number"
         super().__init__(datasets, context)
 
     def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from spurline.protocols.backend import Role
-from spurline.protocols.loss import LossConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +39,16 @@ class Distribution(Protocol):
         ...
 
 
-class ReadsLogitsConfig(LossConfig):
-    """Base of the configs of losses that `ReadsLogits`. Plans count their `roles` in the memory of the update."""
+@runtime_checkable
+class SaysReadsLogits(Protocol):
+    """Settings of a loss that `ReadsLogits`. Plans count their `roles` in the memory of the update."""
+
+    reads_logits: ClassVar[bool]
 
 
 @runtime_checkable
 class ReadsLogits(Protocol):
-    """A loss that reads whole distributions. Its config derives from `ReadsLogitsConfig`.
+    """A loss that reads whole distributions. Its config has `reads_logits: ClassVar[bool] = True`.
 
     reads_logits: roles whose distributions the loss reads beside those of the trained model. It may be empty. The
         `roles` of the loss's config contain them.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkab
 
 from spurline.config.section import ComponentConfig
 from spurline_concurrency.calls import AttemptFailedError as AttemptFailedError
-from spurline_rl.protocols.reward import RewardConfig
 
 if TYPE_CHECKING:
     from spurline.protocols.dataset import DatasetConfig
@@ -33,8 +32,8 @@ class EnvironmentConfig(ComponentConfig):
         These are the rewards in all settings of the type `RewardTable`.
         """
         tables = (cast("Mapping[str, Any]", value) for _, value in self if isinstance(value, Mapping))
-        items = [(term, each) for table in tables for term, each in table.items() if isinstance(each, RewardConfig)]
-        return {term: reward.scored_by for term, reward in items if reward.scored_by is not None}
+        roles = {term: getattr(each, "scored_by", None) for table in tables for term, each in table.items()}
+        return {term: role for term, role in roles.items() if role is not None}
 
     @property
     def most_turns(self) -> int:
