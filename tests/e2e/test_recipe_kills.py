@@ -75,14 +75,6 @@ RECIPES = {
         {**SCORES, "source": "scored_steps", "loss": "step_reward", "data.train": "steps.jsonl"},
         rises=("reward_model/accuracy",),
     ),
-    "score of a model as a reward": Recipe(
-        {
-            "plugins": ["reward_models"],
-            "model.frozen": {"judge": {"path": "teacher", "head": "score"}},
-            "source.environment.rewards.quality": {"name": "model", "role": "judge"},
-        },
-        rollouts=True,
-    ),
     "dppo with top_p": Recipe(
         {
             "plugins": ["objectives"],
