@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "ranks", "insight", "planning", "trackers")
+DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "environments", "ranks", "insight", "planning", "trackers")
 """Plugins that are loaded before the plugins of the config, if they are installed. `-NAME` in the config omits one."""
 
 _TABLE = {
@@ -27,15 +27,13 @@ _TABLE = {
     "preference": """
         source/preference source/labels loss/dpo loss/simpo loss/cpo loss/orpo loss/kto report_panel/preference
     """,
-    "reward_models": """
-        source/scored_steps loss/bradley_terry loss/step_reward reward/model report_panel/reward_model
-    """,
+    "reward_models": "source/scored_steps loss/bradley_terry loss/step_reward reward/model report_panel/reward_model",
     "rl": """
         source/rollouts collator/rollouts order/reward_adaptive evaluation/answers evaluation/rollouts
         minibatches/by_prompt loss/policy_gradient loss/ppo loss/gspo loss/cispo loss/sapo loss/value correction/tis
         correction/mis correction/geometric_rejection correction/sequence_rejection advantage/grpo
         advantage/dr_grpo advantage/rloo advantage/maxrl advantage/reinforce_pp advantage/gae
-        environment/single_turn environment/tools environment/custom rollout_engine/in_process
+        environment/single_turn environment/custom rollout_engine/in_process
         reward/exact_match reward/function reward/math_verify report_panel/reward
         report_panel/groups report_panel/responses report_panel/policy report_panel/mismatch section/critic
         section/evaluation.generate
@@ -58,6 +56,7 @@ _TABLE = {
         weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective
         weight_sync/cuda_ipc weight_sync/vllm_native report_panel/rollout_timeline command/simulate
     """,
+    "environments": "environment/tools",
     "agents": "environment/harness",
     "distillation": "loss/distillation advantage/teacher scorer/served_teacher scorer/privileged_prompt",
     "objectives": "loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop",
