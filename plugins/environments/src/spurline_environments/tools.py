@@ -231,6 +231,7 @@ class Tools:
         }
         penalties = [self._config.failed_call_reward if number else 0.0 for number in failed]
         terms = await reward_terms(self._rewards, answer)
+        info["metrics"] = answer.metrics
         return policy.finish(terms, turn_rewards=penalties if any(penalties) else None, info=info)
 
     def first_prompt(self, task: Task) -> Sequence[int]:
