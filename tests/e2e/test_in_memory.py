@@ -22,7 +22,7 @@ from spurline import load_config
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, PluginError
 from spurline.files import remove_unfinished
-from spurline_rl.environments.tools import Toolbox
+from spurline_environments.tools import Toolbox
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.function import FunctionReward

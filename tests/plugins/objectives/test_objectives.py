@@ -194,8 +194,13 @@ def test_a_second_ratio_to_the_engine_and_an_entropy_of_other_tokens_are_refused
     source = {**config["source"], "sampling": {"top_p": 0.9, "top_k": 20}}  # type: ignore[dict-item]  # a mapping
     with pytest.raises(ConfigError, match=r"top_k: 20 leaves out tokens that the bonus counts"):
         load_config({**config, "source": source, "loss": "ppo_entropy_target"})
+    source = {**config["source"], "advantage": "gdpo", "cut_off": "penalise"}  # type: ignore[dict-item]  # a mapping
+    load_config({**config, "source": source, "loss": "ppo"})
+    source["cut_off"] = {"action": "penalise", "penalty": 0.5}
+    with pytest.raises(ConfigError, match=r"Set advantage\.weights\.cut_off: 0\.5, and leave it at 1"):
+        load_config({**config, "source": source, "loss": "ppo"})
 
 
 def test_the_components_are_registered() -> None:
     names = {entry.name for entry in PluginHost.load(["objectives"]).registry.entries()}
-    assert {"dppo", "ppo_per_row", "ppo_entropy_target", "kpop"} <= names
+    assert {"dppo", "ppo_per_row", "ppo_entropy_target", "kpop", "gdpo", "turn_grpo"} <= names

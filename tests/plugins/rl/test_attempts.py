@@ -15,7 +15,7 @@ from scripted_groups import Behaviour, Prompt, Scripted, answer, one_token
 from spurline.errors import ConfigError, PluginError
 from spurline_rl.advantages.configs import GrpoConfig
 from spurline_rl.attempts import Attempts
-from spurline_rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
+from spurline_rl.configs import CutOffConfig, HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
 from spurline_rl.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine
@@ -71,6 +71,45 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
     assert [request.sampling for request in engine.requests] == 4 * [
         Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("x",), support_width=21)
     ]
+
+
+async def cuts_every_second(task: Task, policy: PolicyHandle) -> Trajectory:
+    # The engine writes one token, and "length" is how a turn without room ends.
+    await policy.generate([1, 2], replace(policy.sampling, max_new_tokens=1))
+    trajectory = policy.finish({"right": 1.0})
+    if task.sample == 0:
+        return trajectory
+    return replace(trajectory, turns=(replace(trajectory.turns[0], finish_reason="length"),))
+
+
+@pytest.mark.parametrize(
+    ("cut_off", "returns", "trained", "counted"),
+    [
+        ("keep", [1.0, 1.0], [1, 1], [True, True]),
+        ("mask", [1.0, 1.0], [1, 0], [True, True]),
+        ({"action": "mask", "in_baseline": False}, [1.0, 1.0], [1, 0], [True, False]),
+        ("penalise", [1.0, 0.0], [1, 1], [True, True]),
+        ({"action": "penalise", "penalty": 0.25}, [1.0, 0.75], [1, 1], [True, True]),
+    ],
+)
+def test_what_becomes_of_attempts_that_were_cut_off(
+    cut_off: Any, returns: list[float], trained: list[int], counted: list[bool]
+) -> None:
+    attempts, _ = make_attempts(cuts_every_second, cut_off=cut_off)
+    outcomes: Any = run(attempts.training.run_groups(PROMPTS))
+    for group in outcomes:
+        assert group.returns.tolist() == returns
+        assert [int(turn.loss_mask.sum()) for each in group.trajectories for turn in each.turns] == trained
+        assert [each.counts for each in group.trajectories] == counted
+    for group in run(attempts.evaluate(PROMPTS, HeldOutConfig(samples_per_prompt=2))):
+        assert group.returns.tolist() == [1.0, 1.0]
+        assert all(turn.loss_mask.all() and each.counts for each in group.trajectories for turn in each.turns)
+
+
+@pytest.mark.parametrize("settings", [{"action": "penalise", "in_baseline": False}, {"action": "mask", "penalty": 2.0}])
+def test_settings_of_another_action_are_refused(settings: dict[str, Any]) -> None:
+    [problem] = CutOffConfig(**settings).problems(None)  # type: ignore[arg-type]
+    assert "Remove it" in str(problem)
 
 
 async def gives_two_terms(task: Task, policy: PolicyHandle) -> Trajectory:

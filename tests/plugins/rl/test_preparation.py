@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,12 +13,13 @@ from preparation_oracle import CAP, EPS, GAMMA, LAM, FakeBackend, Oracle, make_g
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.testing.samples import PAD, check_batch
-from spurline_rl.advantages.configs import GaeConfig, RlooConfig
+from spurline_rl.advantages.configs import GaeConfig, ReinforcePlusPlusConfig, RlooConfig
 from spurline_rl.configs import KlInRewardConfig, RolloutsCollatorConfig, RolloutSourceConfig, SamplingConfig
 from spurline_rl.losses.configs import KlConfig, PpoConfig, TruncatedImportanceSamplingConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
+from spurline_rl.trajectory import Group
 
 RANKS, PROMPTS, SAMPLES, PER_MINIBATCH = 3, 4, 3, 2
 TEMPERATURE = 0.8
@@ -29,6 +32,7 @@ def prepare(
     loss: PpoConfig | None = None,
     minibatches: MiniBatchesConfig | None = None,
     pad_side: Literal["left", "right"] = "right",
+    groups: Sequence[Group] | None = None,
     **source: Any,
 ) -> tuple[TrainingBatch, FakeBackend]:
     config = RolloutSourceConfig(
@@ -47,8 +51,8 @@ def prepare(
     backend: Any = FakeBackend(RANKS)
     preparation = make_preparation(config, RANKS, **run)
     # Some were prepared when they were finished, and some were not: read from a recording, for one.
-    groups = [preparation.ready(group) if group.draw % 2 else group for group in make_groups(PROMPTS, SAMPLES)]
-    return preparation.prepare(groups, backend), backend
+    given = make_groups(PROMPTS, SAMPLES) if groups is None else groups
+    return preparation.prepare([preparation.ready(each) if each.draw % 2 else each for each in given], backend), backend
 
 
 def assert_rows(batch: TrainingBatch, oracle: Oracle) -> None:
@@ -100,6 +104,32 @@ def test_columns_without_a_critic_are_those_of_the_oracle(turns: str, kl: float)
     charge = KlInRewardConfig(coefficient=kl) if kl else None
     prepared, _ = prepare(RlooConfig(), turns=turns, kl_in_reward=charge)
     assert_rows(prepared, Oracle(TEMPERATURE, kl, 1, merged=turns == "merged", critic=False))
+
+
+@pytest.mark.parametrize(
+    "advantage", [RlooConfig(), GAE, ReinforcePlusPlusConfig(), ReinforcePlusPlusConfig(baseline="batch")]
+)
+def test_attempts_that_do_not_count_are_compared_with_nothing_and_have_no_advantage(advantage: AdvantageConfig) -> None:
+    counts = {0: (True, False, True), 1: (False, True, False), 2: (False, False, False), 3: (True, True, True)}
+    flagged, kept = [], []
+    for group in make_groups(PROMPTS, SAMPLES):
+        attempts = [replace(each, counts=counts[group.draw][each.sample]) for each in group.trajectories]
+        flagged.append(replace(group, trajectories=tuple(attempts)))
+        counted = tuple(attempt for attempt in attempts if attempt.counts)
+        if len(counted) >= advantage.smallest_group:
+            kept.append(replace(group, trajectories=counted))
+    cut_off = {"action": "mask", "in_baseline": False}
+    found, _ = prepare(advantage, groups=flagged, cut_off=cut_off)
+    expected, _ = prepare(advantage, groups=kept)
+
+    def by_place(batch: TrainingBatch) -> dict[tuple[Any, ...], list[float]]:
+        rows = batch.tokens["advantages"].numpy()
+        names = zip(*(batch.segments[name].values.tolist() for name in ("uid", "sample", "turn")), strict=True)
+        return {name: row[row != 0].tolist() for name, row in zip(names, rows, strict=True)}
+
+    wanted = by_place(expected)
+    for name, values in by_place(found).items():
+        assert values == wanted.get(name, []), name
 
 
 def test_only_models_that_the_recipe_needs_are_asked() -> None:

@@ -120,8 +120,9 @@ class HarnessEnvironment:
             "conversations": live.num_conversations,
             **({"messages": messages} if messages else {}),
         }
-        terms = await self._terms(live, value, Answer(prompt, answer, session.reference, session.row, messages))
-        return live.policy.finish(terms, info=info)
+        judged = Answer(prompt, answer, session.reference, session.row, messages)
+        terms = await self._terms(live, value, judged)
+        return live.policy.finish(terms, info={**info, "metrics": judged.metrics})
 
     async def _terms(self, live: LiveSession, value: Any, answer: Answer) -> Mapping[str, float]:
         if not self._rewards:

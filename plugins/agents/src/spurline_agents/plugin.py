@@ -5,7 +5,7 @@ from __future__ import annotations
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_agents.configs import HarnessConfig
 
-PLUGIN = Plugin("agents", api=API_VERSION, requires=("rl",))
+PLUGIN = Plugin("agents", api=API_VERSION, requires=("rl", "environments"))
 
 
 @hookimpl

@@ -23,8 +23,8 @@ from spurline_agents.bodies import ApiError, Body, ChatBody, CompletionBody, rea
 from spurline_agents.configs import HarnessConfig
 from spurline_agents.sessions import LiveSession
 from spurline_concurrency.calls import all_or_none
+from spurline_environments.tools import ToolCall, parse_calls
 from spurline_rl.chat_front import PrefixError, Reply
-from spurline_rl.environments.tools import ToolCall, parse_calls
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_text.prompts import encode_prompt
 from spurline_text.rows.messages import read_messages, read_tools

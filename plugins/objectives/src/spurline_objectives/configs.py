@@ -1,4 +1,4 @@
-"""Settings of the losses and of the correction. Imports no torch."""
+"""Settings of the losses, the correction and the advantages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
+from spurline_rl.advantages.configs import GroupAdvantageConfig, GrpoConfig
 from spurline_rl.losses.configs import PolicyLossConfig, PpoConfig
 from spurline_rl.protocols.correction import CorrectionConfig
 
@@ -95,3 +96,36 @@ class KpopConfig(CorrectionConfig):
     name: str = "kpop"
     threshold: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Largest KL divergence in nats between distributions over two events, this token and any other token."""
+
+
+TURNS = "turns"
+"""Name of the rewards of single turns among the weights of `gdpo`."""
+
+
+class GdpoConfig(GroupAdvantageConfig):
+    """The sum of reward terms, each normalised over the prompt's samples (GDPO, Liu et al. 2026, arXiv:2601.05242)."""
+
+    name: str = "gdpo"
+    weights: Annotated[dict[str, float], OnResume.BY_NAME] = {}
+    """Weight of each normalised term; the default is 1. `turns` is that of rewards of single turns. They take the place
+    of `source.reward_weights`, which would be lost when a term is normalised."""
+    normalize_batch: Annotated[bool, OnResume.BY_NAME] = True
+    """Divide by the standard deviation over all samples, so that more terms do not mean larger steps."""
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to standard deviations."""
+
+    @property
+    def divides_by_spread(self) -> bool:
+        return True
+
+    @property
+    def weighs_terms(self) -> bool:
+        return True
+
+
+class TurnGrpoConfig(GrpoConfig):
+    """The return from a turn on, compared with the same turn of other samples (Zeng et al. 2025, arXiv:2505.11821)."""
+
+    name: str = "turn_grpo"
+    gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
+    """Discount per turn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from string import Formatter
 from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
@@ -130,3 +131,56 @@ class ModelRewardConfig(RewardConfig):
                 f"is {self.role}, and model.frozen.{self.role} has no score head. Set model.frozen.{self.role}.head: "
                 "score.",
             )
+
+
+_RUBRIC = """\
+Judge the answer below.
+
+Task:
+{prompt}
+
+Answer:
+{response}
+
+Judge whether the answer is correct, complete and well written."""
+
+
+class JudgeConfig(RewardConfig):
+    """The mark of a served language model, by a rubric; as a share of the scale, from 0 to 1."""
+
+    name: str = "judge"
+    url: str
+    """Base URL of an OpenAI-compatible server, such as `http://localhost:8000/v1`."""
+    model: str
+    """Name under which the server knows the judge."""
+    rubric: str = _RUBRIC
+    """The request. `{prompt}`, `{response}`, `{reference}`, `{conversation}` and the names of the row's columns in
+    braces are filled in; `{{` is a brace. The wanted form of the reply is added."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """The worst and the best mark."""
+    api_key_env: Annotated[str | None, OnResume.FREE] = None
+    """Name of the environment variable with the server's key; null for a server that needs none."""
+    cache: Annotated[str | None, OnResume.FREE] = None
+    """File in which marks are kept, so that a resumed run, or another one, gets the same marks. null keeps them in
+    memory."""
+    max_new_tokens: int = Field(default=512, gt=0)
+    """Largest number of tokens of a reply."""
+    max_concurrent: Annotated[int, OnResume.FREE] = Field(default=32, gt=0)
+    """Largest number of requests at the same time."""
+    timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
+    """Seconds that a request may take."""
+    retries: Annotated[int, OnResume.FREE] = Field(default=3, ge=0)
+    """Number of times that a failed request is repeated. After that, the attempt has failed."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.scale[0] >= self.scale[1]:
+            yield Problem("scale", f"is {list(self.scale)}. Give the worst mark first, as in [0, 10].")
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(self.rubric) if name is not None]
+        except ValueError as error:
+            yield Problem("rubric", f"is not a template ({error}). Write {{{{ and }}}} for braces.")
+            return
+        if strange := [name for name in names if not name.isidentifier()]:
+            yield Problem("rubric", f"names {{{strange[0]}}}, which is no column. Write {{{{ and }}}} for braces.")
+        elif not {"response", "conversation"} & {*names}:
+            yield Problem("rubric", "shows neither {response} nor {conversation}, so every answer would get one mark.")

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
+import numpy as np
+
 from spurline.errors import ConfigError
 from spurline.protocols.source import SourceContext
-from spurline_rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig, support_width
+from spurline_rl.configs import CUT_OFF, OVERLONG, HeldOutConfig, PromptSourceConfig, support_width
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
@@ -106,7 +108,7 @@ class Attempts:
         return GroupRunner(
             self._environment,
             partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=not trains),
-            partial(self._score, punishes_length=trains),
+            partial(self._score, trains=trains),
             given_up,
             samples_per_prompt=(held_out or config).samples_per_prompt,
             retries=config.faults.retries,
@@ -117,26 +119,34 @@ class Attempts:
             scorers=self._scorers if trains else (),
         )
 
-    def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
-        """Return the trajectory with scores. In training, the setting `source.overlong` adds the term `OVERLONG`."""
-        overlong, weights = self._config.overlong, self._config.reward_weights
+    def _score(self, trajectory: Trajectory, *, trains: bool) -> Trajectory:
+        """Return the trajectory with scores. In training, `source.overlong` and `source.cut_off` have their effect."""
+        config, added = self._config, self._config.added_terms
         if self._is_evaluated:
             # Check this in training too, since the first held-out attempts may come after many steps.
-            deciding_term(trajectory.rewards, self._config.held_out.success)
-        if overlong is None:
-            return score(trajectory, weights)
-        if OVERLONG in trajectory.rewards:
+            deciding_term(trajectory.rewards, config.held_out.success)
+        if taken := sorted(added.keys() & trajectory.rewards.keys()):
             raise ConfigError.at(
-                "source.overlong",
-                f"adds a reward term '{OVERLONG}', but the environment gives a term of that name too. Rename the "
-                "environment's term, or remove source.overlong.",
+                f"source.{taken[0]}",
+                f"adds a reward term '{taken[0]}', but the environment gives a term of that name too. Rename the "
+                f"environment's term, or remove source.{taken[0]}.",
             )
-        if not punishes_length:
-            return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})
-        longest = self._config.sampling.max_new_tokens
-        penalty = min(
-            overlong_penalty(len(turn.response_ids), longest=longest, buffer=overlong.buffer_tokens)
-            for turn in trajectory.turns
-        )
-        punished = replace(trajectory, rewards={**trajectory.rewards, OVERLONG: penalty})
-        return score(punished, {OVERLONG: overlong.penalty, **weights})
+        if not trains:
+            return score(
+                trajectory, {name: weight for name, weight in config.reward_weights.items() if name not in added}
+            )
+        was_cut = trajectory.turns[-1].finish_reason == "length"
+        terms: dict[str, float] = {}
+        if config.overlong is not None:
+            longest, buffer = config.sampling.max_new_tokens, config.overlong.buffer_tokens
+            terms[OVERLONG] = min(
+                overlong_penalty(len(turn.response_ids), longest=longest, buffer=buffer) for turn in trajectory.turns
+            )
+        if CUT_OFF in added:
+            terms[CUT_OFF] = -float(was_cut)
+        if was_cut and config.cut_off.action == "mask":
+            turns = tuple(replace(turn, loss_mask=np.zeros_like(turn.loss_mask)) for turn in trajectory.turns)
+            trajectory = replace(trajectory, turns=turns, counts=config.cut_off.in_baseline)
+        if terms:
+            trajectory = replace(trajectory, rewards={**trajectory.rewards, **terms})
+        return score(trajectory, {**added, **config.reward_weights})

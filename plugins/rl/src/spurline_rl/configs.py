@@ -25,6 +25,8 @@ from spurline_rl.protocols.scorer import ScorerConfig
 
 OVERLONG = "overlong"
 """Name of the reward term that `source.overlong` adds."""
+CUT_OFF = "cut_off"
+"""Name of the reward term that `source.cut_off: penalise` adds."""
 
 
 def support_width(top_k: int) -> int:
@@ -66,6 +68,30 @@ class OverlongConfig(Section):
     """The penalty begins this many tokens before sampling.max_new_tokens, and grows with every token."""
     penalty: float = Field(default=1.0, gt=0)
     """Penalty of a response with max_new_tokens tokens."""
+
+
+class CutOffConfig(Section):
+    """The treatment of attempts whose last response reached max_new_tokens. They may be right and only too long."""
+
+    action: Literal["keep", "mask", "penalise"] = "keep"
+    """`keep` trains on them like on others. `mask` leaves out their tokens (overlong filtering of DAPO, Yu et al. 2025,
+    arXiv:2503.14476). `penalise` adds the reward term `cut_off`, which is -1 for them and 0 for others."""
+    in_baseline: bool = True
+    """Compare other samples of a prompt with masked ones too. If false, the baseline is that of finished answers, and a
+    prompt that is hard to finish teaches nothing about length."""
+    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Weight of the term of `penalise`."""
+
+    @property
+    def leaves_baseline(self) -> bool:
+        """Return whether some attempts are not compared with others."""
+        return self.action == "mask" and not self.in_baseline
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if not self.in_baseline and self.action != "mask":
+            yield Problem("in_baseline", f"is for action: mask, and the action is {self.action}. Remove it.")
+        if "penalty" in self.model_fields_set and self.action != "penalise":
+            yield Problem("penalty", f"is for action: penalise, and the action is {self.action}. Remove it.")
 
 
 class KlInRewardConfig(Section):
@@ -189,6 +215,8 @@ class PromptSourceConfig(SourceConfig):
     """Components that each finished group goes through, in order, such as a served model that adds its logprobs."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Penalty on responses that are almost as long as allowed; null for none."""
+    cut_off: Annotated[CutOffConfig, OnResume.BY_NAME] = CutOffConfig()
+    """Treatment of attempts that were cut off: `keep`, `mask` or `penalise`, or a mapping with further settings."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Penalty in the rewards on the divergence from the reference model; null for none."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
@@ -206,6 +234,17 @@ class PromptSourceConfig(SourceConfig):
     @classmethod
     def _take_environment(cls, value: Any) -> Any:
         return as_environment(value)
+
+    @field_validator("cut_off", mode="before")
+    @classmethod
+    def _take_action(cls, value: Any) -> Any:
+        return {"action": value} if isinstance(value, str) else value
+
+    @property
+    def added_terms(self) -> dict[str, float]:
+        """Return the reward terms that this source adds in training, with their weights."""
+        overlong = {} if self.overlong is None else {OVERLONG: self.overlong.penalty}
+        return overlong | ({CUT_OFF: self.cut_off.penalty} if self.cut_off.action == "penalise" else {})
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from self._run_problems(run)
@@ -251,7 +290,7 @@ class PromptSourceConfig(SourceConfig):
         if run.data.eval:
             yield from success_problems(self.held_out.success, known, "held_out.")
         if known is not None:
-            terms = {*known, *([OVERLONG] if overlong is not None else ())}
+            terms = {*known, *self.added_terms}
             for name in sorted(self.reward_weights.keys() - terms):
                 yield Problem(f"reward_weights.{name}", unknown_term(name, terms))
         is_read = self.advantage.reads_rewards and not run.loss.learns_from_teacher
@@ -303,6 +342,13 @@ class PromptSourceConfig(SourceConfig):
                 f"is {advantage.name}, which divides by the spread or the mean of a prompt's returns. That turns the "
                 "small differences of source.kl_in_reward into large ones. Remove kl_in_reward and set "
                 "loss.kl.coefficient, or choose grpo with normalize_std: false, dr_grpo, rloo or gae.",
+            )
+        weights = self.reward_weights | {name: weight for name, weight in self.added_terms.items() if weight != 1}
+        for name, weight in weights.items() if advantage.weighs_terms else ():
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which weighs reward terms itself, so the weight {weight:g} of '{name}' would be "
+                f"lost. Set advantage.weights.{name}: {weight:g}, and leave it at 1 in the source.",
             )
         if advantage.uses_critic and run.loss.learns_from_teacher:
             yield Problem(

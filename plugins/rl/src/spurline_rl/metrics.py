@@ -37,6 +37,15 @@ def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
     return {f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()}
 
 
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean of each number in `info["metrics"]` over the attempts that have it."""
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories_of(groups):
+        for name, value in trajectory.info.get("metrics", {}).items():
+            found.setdefault(name, []).append(float(value))
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
 def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return response tokens and turns per attempt, and the share and mean length of turns by finish reason."""
     flat = [group.flat for group in groups]

@@ -6,7 +6,7 @@ from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_rl import configs, hookspecs
 from spurline_rl.advantages import configs as advantages
 from spurline_rl.engines.configs import InProcessEngineConfig
-from spurline_rl.environments.configs import CustomConfig, SingleTurnConfig, ToolsConfig
+from spurline_rl.environments.configs import CustomConfig, SingleTurnConfig
 from spurline_rl.losses import configs as losses
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.correction import CorrectionConfig
@@ -59,7 +59,6 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(advantages.ReinforcePlusPlusConfig, "spurline_rl.advantages.algorithms:ReinforcePlusPlus")
     add(advantages.GaeConfig, "spurline_rl.advantages.algorithms:Gae")
     add(SingleTurnConfig, "spurline_rl.environments.single_turn:SingleTurn", default=True)
-    add(ToolsConfig, "spurline_rl.environments.tools:Tools")
     add(CustomConfig, "spurline_rl.environments.custom:make_custom")
     add(InProcessEngineConfig, "spurline_rl.engines.in_process.engine:InProcessEngine", default=True)
     add(rewards.ExactMatchConfig, "spurline_rl.rewards.matching:ExactMatch")

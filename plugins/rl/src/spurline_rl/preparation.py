@@ -288,6 +288,9 @@ class Preparation:
             return {"advantages": np.zeros(int(scored.attempt_tokens.sum()), np.float32)}
         size = len(scored.groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses advantage_scope: minibatch if the size is not known"
+        tokens = None
+        if self._config.cut_off.leaves_baseline:
+            scored, tokens = scored.counted(self._config.advantage.smallest_group)
         found: list[Mapping[str, NDArray[np.float32]]] = []
         for scope in scored.cut(max(1, size)):
             columns, wanted = self._advantage.advantages(scope), int(scope.attempt_tokens.sum())
@@ -299,7 +302,15 @@ class Preparation:
                     "tokens."
                 )
             found.append(columns)
-        return {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
+        whole = {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
+        return whole if tokens is None else {name: _placed(values, tokens) for name, values in whole.items()}
+
+
+def _placed(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return float32 [A] with the values where the mask is true, and 0 elsewhere."""
+    placed = np.zeros(len(mask), np.float32)
+    placed[mask] = values
+    return placed
 
 
 def turns_with_prompts(groups: Sequence[Group], role: Role) -> list[Turn]:

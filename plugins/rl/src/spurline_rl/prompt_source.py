@@ -31,7 +31,7 @@ from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper
 from spurline_rl.kept_rollouts.table import KeptStep
-from spurline_rl.metrics import length_metrics, reward_metrics, support_metrics
+from spurline_rl.metrics import environment_metrics, length_metrics, reward_metrics, support_metrics
 from spurline_rl.preparation import Preparation, TurnColumns
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.protocols.rollout_engine import RolloutEngine
@@ -296,6 +296,7 @@ class PromptSource(BatchSource):
             **reward_metrics(every),
             **length_metrics(every),
             **support_metrics(every),
+            **environment_metrics(every),
         }
         if not self._settings.learns_from_rewards(self._context.config):
             # A report would advise to change the task, but these groups teach too.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,25 @@ class ScoredGroups:
             columns = {name: values[tokens[start] : tokens[stop]] for name, values in self.computed.items()}
             parts.append(ScoredGroups(self.groups[start:stop], columns))
         return parts
+
+    def counted(self, least: int) -> tuple[ScoredGroups, NDArray[np.bool_]]:
+        """Return the attempts that count, of groups with at least `least` of them, and which tokens are theirs.
+
+        The mask is bool [A] over the tokens of this object.
+        """
+        kept = [group.counted & (group.counted.sum() >= least) for group in self.groups]
+        tokens = np.repeat(joined(kept, np.bool_), self.attempt_tokens)
+        ends = np.cumsum([int(group.flat.num_response.sum()) for group in self.groups])[:-1]
+        groups = [
+            replace(
+                group,
+                trajectories=tuple(compress(group.trajectories, chosen)),
+                token_columns={name: values[mask] for name, values in group.token_columns.items()},
+            )
+            for group, chosen, mask in zip(self.groups, kept, np.split(tokens, ends), strict=True)
+            if chosen.any()
+        ]
+        return ScoredGroups(groups, {name: values[tokens] for name, values in self.computed.items()}), tokens
 
     def spread(self, advantages: Sequence[NDArray[np.float64]]) -> dict[str, NDArray[np.float32]]:
         """Give all response tokens of an attempt its advantage. Returns the column `advantages` [A].

@@ -84,6 +84,7 @@ class Trajectory:
         rewards: Unweighted reward terms by name.
         info: Facts that the environment logs.
         retries: Attempts that failed before this one.
+        counts: Whether advantages compare other attempts with this one.
     """
 
     uid: str
@@ -92,6 +93,7 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     retries: int = 0
+    counts: bool = True
 
 
 _Record = TypeVar("_Record", Turn, Trajectory)
@@ -271,6 +273,11 @@ class Group:
         returns.flags.writeable = False
         return returns
 
+    @property
+    def counted(self) -> NDArray[np.bool_]:
+        """Return which attempts advantages compare, bool [n]."""
+        return np.array([trajectory.counts for trajectory in self.trajectories], np.bool_)
+
     @cached_property
     def merged(self) -> Group:
         """Return the group after merging the turns of each attempt with `merge_turns`."""
@@ -361,8 +368,8 @@ def _place(trajectory: Trajectory) -> str:
 
 
 def has_equal_returns(group: Group) -> bool:
-    """Return whether all samples have the same return, so that group-relative advantages are 0."""
-    return are_equal(group.returns)
+    """Return whether all samples that count have the same return, so that group-relative advantages are 0."""
+    return are_equal(group.returns[group.counted])
 
 
 def are_equal(returns: NDArray[np.float64]) -> bool:

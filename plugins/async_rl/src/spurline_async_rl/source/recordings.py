@@ -125,6 +125,7 @@ def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
                     json.loads(item["info"]),
                     # Earlier checkpoints have no retries, and groups without the last fields.
                     item.get("retries", 0),
+                    item.get("counts", True),
                 )
                 for item in group["trajectories"]
             ),
@@ -143,6 +144,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "turns": len(trajectory.turns),
         "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
         "retries": trajectory.retries,
+        "counts": trajectory.counts,
         # `info` is stored as text, so that no value of an environment can be mistaken for an array of this state.
         "info": json.dumps(dict(trajectory.info), default=str),
     }

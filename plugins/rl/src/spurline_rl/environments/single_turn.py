@@ -42,7 +42,8 @@ class SingleTurn:
         response = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
         answer = Answer(example.prompt_text, response, example.reference_text, task.row)
         info = {"prompt": answer.prompt, "response": response, "reference": answer.reference}
-        return policy.finish(await reward_terms(self._rewards, answer), info=info)
+        terms = await reward_terms(self._rewards, answer)
+        return policy.finish(terms, info={**info, "metrics": answer.metrics})
 
     def first_prompt(self, task: Task) -> Sequence[int]:
         """See `ShowsPrompt`."""

@@ -70,6 +70,12 @@ class AdvantageConfig(ComponentConfig):
         return 1
 
     @property
+    def weighs_terms(self) -> bool:
+        """Return whether the algorithm has weights of reward terms, in a setting `weights`, and ignores those of the
+        source."""
+        return False
+
+    @property
     def divides_by_spread(self) -> bool:
         """Return whether a group's returns are divided by their spread or mean, which enlarges small differences."""
         return False

@@ -101,7 +101,8 @@ class PolicyHandle(Protocol):
             rewards: Reward terms of the attempt by name, not yet multiplied by their weights. Every attempt must have
                 the same names.
             turn_rewards: One number per turn, for the turn's last token. Reward weights do not apply to turn rewards.
-            info: JSON-serializable facts for the log and the report, such as `prompt` and `response`.
+            info: JSON-serializable facts for the log and the report, such as `prompt` and `response`. Numbers in a
+                mapping `metrics` are logged by their names, as means over the attempts of a step.
         """
         ...
 

@@ -14,7 +14,7 @@ A Python program may pass functions in place of their names.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Protocol, cast, runtime_checkable
 
 from pydantic import BeforeValidator, GetJsonSchemaHandler
@@ -51,6 +51,7 @@ class Answer:
         reference: The expected text, if the data has one.
         row: The dataset row.
         messages: The whole conversation with the model's turns, if the environment has one.
+        metrics: A reward may add numbers here, such as its cost. They are logged as means over a step's attempts.
     """
 
     prompt: str
@@ -58,6 +59,7 @@ class Answer:
     reference: str | None
     row: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]] = ()
+    metrics: dict[str, float] = field(default_factory=dict[str, float], compare=False)
 
 
 class Reward(Protocol):

@@ -23,8 +23,8 @@ from spurline.config.run_config import DataConfig
 from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline_concurrency.calls import within
+from spurline_environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline_rl.chat_front import ChatFront, PrefixError
-from spurline_rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
@@ -231,6 +231,7 @@ class Tools:
         }
         penalties = [self._config.failed_call_reward if number else 0.0 for number in failed]
         terms = await reward_terms(self._rewards, answer)
+        info["metrics"] = answer.metrics
         return policy.finish(terms, turn_rewards=penalties if any(penalties) else None, info=info)
 
     def first_prompt(self, task: Task) -> Sequence[int]:

@@ -14,10 +14,10 @@ from rl_attempts import core_registry, decode, make_policy, make_task, run, says
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError, PluginError
-from spurline_rl.environments import tools
-from spurline_rl.environments.calculator import calculator
-from spurline_rl.environments.configs import ToolsConfig
-from spurline_rl.environments.tools import Toolbox, ToolCall, Tools, parse_calls
+from spurline_environments import tools
+from spurline_environments.calculator import calculator
+from spurline_environments.configs import ToolsConfig
+from spurline_environments.tools import Toolbox, ToolCall, Tools, parse_calls
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.rewards.configs import ExactMatchConfig
 from spurline_rl.testing.environment_contract import EnvironmentContract, ScriptedEngine

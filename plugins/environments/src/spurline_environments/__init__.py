@@ -1,0 +1,1 @@
+"""Environments for reinforcement learning: tools, and environments that others wrote."""
