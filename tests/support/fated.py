@@ -1,7 +1,7 @@
 """A reward and an environment for runs with several environments, whose rows say what their attempts come to.
 
-Each row says in its column `fate`: `trained`; `filtered`, as its rewards are all equal; `given_up`, as its reward always
-fails; or `retried`, whose reward fails for a third of the responses, so that other attempts decide.
+Each row says it in its column `fate`: `trained`; `filtered`, as its rewards are all equal; `given_up`, as its reward
+always fails; or `retried`, whose reward fails for a third of the responses, so that other attempts decide.
 
 Tests that kill runs copy this file, so it imports nothing of the tests.
 """

@@ -134,7 +134,7 @@ class HeldOutConfig(Section):
         return self.success, "success"
 
     def success_problems(self, source: Any, prefix: str = "") -> Iterable[Problem]:
-        """Yield the problems of these rules with the environments of a source, for settings that begin with `prefix`."""
+        """Yield the problems of these rules with the environments of a source. `prefix` precedes their settings."""
         environments = terms_by_environment(source)
         for label in self.success_by_environment.keys() - environments.keys():
             text = f"is not an environment of the run.{suggestion(label, environments)}"
