@@ -51,7 +51,8 @@ def located(error: BaseException) -> str:
     The line is the innermost line of user code, or the innermost line of all if the traceback has no user code.
     """
     every = traceback.extract_tb(error.__traceback__)
-    packages = [module for name, module in sys.modules.items() if _OURS.fullmatch(name)]
+    # Another thread may import at this moment, and `list` copies the table at once.
+    packages = [module for name, module in list(sys.modules.items()) if _OURS.fullmatch(name)]
     ours = (f"{folder}/" for module in packages for folder in getattr(module, "__path__", ()))
     prefixes = (*_LIBRARIES, *ours)
     frames = [frame for frame in every if not frame.filename.startswith(prefixes)] or every
