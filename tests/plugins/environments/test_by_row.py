@@ -19,7 +19,7 @@ from spurline_environments.by_environment import ByEnvironment
 from spurline_environments.by_row import ByRow
 from spurline_environments.configs import ByEnvironmentConfig, ByRowConfig
 from spurline_rl.group_runner import GivenUpPrompt, GivenUpPrompts
-from spurline_rl.protocols.environment import Environment
+from spurline_rl.protocols.environment import Environment, Task
 from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.testing.environment_contract import EnvironmentContract, ScriptedEngine
 from spurline_rl.testing.inputs import make_trajectories
@@ -69,15 +69,15 @@ def test_an_attempt_runs_in_the_environment_of_its_row_within_the_limits_of_that
     assert environment.time_limit_of("math") is None
     for kind, said in ((None, r"missing or null.* The row has: messages, of, of\.kind"), ("opne", "mean 'open'")):
         with pytest.raises(DataError, match=rf"'of\.kind'.*{said}"):
-            environment.label_of({**ROW, "of": {"kind": kind}})
+            environment.label_of(make_task({**ROW, "of": {"kind": kind}}))
 
 
 def test_an_environment_that_hangs_costs_its_attempts_after_its_own_limit_and_keeps_its_label() -> None:
     class Chooses:
-        def label_of(self, row: Mapping[str, Any]) -> str:
-            if "of" not in row:
-                raise DataError("no label")
-            return row["of"]
+        def label_of(self, task: Task) -> str:
+            if "of" not in task.row:
+                raise DataError(f"{task.location}: no label")
+            return task.row["of"]
 
         def time_limit_of(self, label: str) -> tuple[float, str] | None:
             return (0.2, "limits.hangs") if label == "hangs" else None

@@ -209,6 +209,6 @@ def test_terms_that_only_attempts_tell_are_checked_with_the_first_of_them(succes
 
 
 def test_a_config_whose_environment_does_not_tell_its_terms_is_not_refused() -> None:
-    assert list(success_problems(SuccessConfig(), "success", None)) == []
+    assert list(success_problems(SuccessConfig(), None)) == []
     assert list(success_problems(SuccessConfig(), ["one"])) == []
     assert len(list(success_problems(SuccessConfig(), ["one", "two"]))) == 1

@@ -5,7 +5,9 @@ Data flow: row -> label -> the environment of this label -> Trajectory, whose `i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +18,8 @@ from spurline.errors import DataError, listing, suggestion
 from spurline.plugins.registry import Registry
 from spurline_environments.configs import AttemptLimits, ByRowConfig
 from spurline_rl.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
-from spurline_rl.scoring import close_each
 from spurline_rl.trajectory import Trajectory, with_fields
-from spurline_text.rows.rows import column_paths, describe, value_at
+from spurline_text.rows.rows import column_paths, describe, explain_bad_row, value_at
 
 
 class ByRow:
@@ -33,28 +34,26 @@ class ByRow:
             for label, part in config.environments.items()
         }
 
-    def label_of(self, row: Mapping[str, Any]) -> str:
-        column, value = self._config.column, value_at(row, self._config.column)
+    def label_of(self, task: Task) -> str:
+        column, row = self._config.column, task.row
+        value = value_at(row, column)
+        if str(value) in self._parts:
+            return str(value)
         if value is None:
-            raise DataError(
-                f"the column '{column}', which chooses the environment, is missing or null."
-                f"{suggestion(column, column_paths(row))} Environments: {listing(self._parts)}. The row has: "
-                f"{listing(column_paths(row))}. If all rows of a file have the same environment, set `constants: "
-                f"{{{column}: {next(iter(self._parts))}}}` of the dataset."
-            )
-        if str(value) not in self._parts:
-            raise DataError(
-                f"the column '{column}' is {describe(value)}, which is no environment of source.environment."
-                f"{suggestion(str(value), self._parts)} Environments: {listing(self._parts)}."
-            )
-        return str(value)
+            why = f", which chooses the environment, is missing or null.{suggestion(column, column_paths(row))}"
+            fix = f" The row has: {listing(column_paths(row))}. `constants` of a dataset adds a column to its rows."
+        else:
+            why = f" is {describe(value)}, which is no environment of this run.{suggestion(str(value), self._parts)}"
+            fix = ""
+        text = f"the column '{column}'{why} Environments: {listing(self._parts)}.{fix}"
+        raise explain_bad_row(task.location, DataError(text))
 
     def time_limit_of(self, label: str) -> tuple[float, str] | None:
         seconds = self._limits(label).attempt_timeout_s
         return None if seconds is None else (seconds, f"source.environment.limits.{label}.attempt_timeout_s")
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
-        label = self.label_of(task.row)
+        label = self.label_of(task)
         longest = self._limits(label).max_new_tokens
         if longest is not None:
             policy.sampling = replace(policy.sampling, max_new_tokens=longest)
@@ -63,11 +62,19 @@ class ByRow:
 
     def first_prompt(self, task: Task) -> Sequence[int] | None:
         """See `ShowsPrompt`."""
-        part = self._parts[self.label_of(task.row)]
+        part = self._parts[self.label_of(task)]
         return part.first_prompt(task) if isinstance(part, ShowsPrompt) else None
 
     async def close(self) -> None:
-        await close_each(self._parts.values())
+        async with AsyncExitStack() as stack:
+            for part in self._parts.values():
+                stack.push_async_callback(_close, part)
 
     def _limits(self, label: str) -> AttemptLimits:
         return self._config.limits.get(label, AttemptLimits())
+
+
+async def _close(part: Any) -> None:
+    closing = part.close() if hasattr(part, "close") else None
+    if inspect.isawaitable(closing):
+        await closing

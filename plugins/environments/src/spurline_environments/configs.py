@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from spurline.config.section import Component, OnResume, Section
 from spurline.errors import Problem, listing, suggestion
-from spurline_rl.configs import terms_by_environment
+from spurline_rl.configs import terms_by_environment, unknown_environment
 from spurline_rl.environments.configs import RewardedEnvironmentConfig, as_environment
 from spurline_rl.function_settings import FunctionSetting, name_of
 from spurline_rl.functions import FUNCTION_PATH
@@ -135,7 +135,7 @@ class ByRowConfig(EnvironmentConfig):
         for label, limits in self.limits.items():
             asked = limits.max_new_tokens
             if label not in self.environments:
-                yield Problem(f"limits.{label}", _unknown(label, self.environments))
+                yield Problem(f"limits.{label}", unknown_environment(label, self.environments))
             elif asked is not None and longest is not None and asked > longest:
                 yield Problem(
                     f"limits.{label}.max_new_tokens",
@@ -154,10 +154,6 @@ class ByRowConfig(EnvironmentConfig):
                     f"environments.{other[0]}.rewards.{term}",
                     f"has the name of a reward of another environment that the model '{role}' gives. Rename it.",
                 )
-
-
-def _unknown(label: str, environments: Collection[str]) -> str:
-    return f"is not an environment of the run.{suggestion(label, environments)} Environments: {listing(environments)}."
 
 
 class ByEnvironmentConfig(AdvantageConfig):
@@ -196,12 +192,16 @@ class ByEnvironmentConfig(AdvantageConfig):
         return any(part.divides_by_spread for part in self._all)
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        environments = terms_by_environment(run.source).keys() - {""}
-        if not environments:
+        environments = terms_by_environment(run.source)
+        if "" in environments:
             yield Problem("name", "is by_environment, but the run has one environment. Choose its advantage itself.")
-            return
-        for label in self.advantages.keys() - environments:
-            yield Problem(f"advantages.{label}", _unknown(label, environments))
+        for label in self.advantages.keys() - environments.keys():
+            yield Problem(f"advantages.{label}", unknown_environment(label, environments))
+        for label, terms in environments.items():
+            weights = getattr(run.source, "reward_weights", {})
+            if self.advantages.get(label, self.other).weighs_terms and weights.keys() & (terms or weights):
+                setting = f"advantages.{label}" if label in self.advantages else "other"
+                yield Problem(setting, "weighs reward terms itself. Set its `weights`, and not source.reward_weights.")
         if self.uses_critic and not all(part.uses_critic for part in self._all):
             yield Problem(
                 "advantages",

@@ -6,6 +6,7 @@ evaluation share these parts, but differ in sampling and in how failures count.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,13 +18,13 @@ from spurline.errors import ConfigError
 from spurline.protocols.source import SourceContext
 from spurline_rl.configs import CUT_OFF, OVERLONG, HeldOutConfig, PromptSourceConfig, support_width
 from spurline_rl.draws import Draw, PromptDraws
-from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome, label_of
+from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
 from spurline_rl.policy import EnginePolicy
 from spurline_rl.protocols.environment import ChoosesByRow, Environment, ShowsPrompt
 from spurline_rl.protocols.rollout_engine import RolloutEngine, Sampling, TakesWeights
 from spurline_rl.protocols.scorer import Scorer
-from spurline_rl.scoring import close_each, overlong_penalty, score
+from spurline_rl.scoring import overlong_penalty, score
 from spurline_rl.trajectory import Trajectory
 
 
@@ -90,7 +91,7 @@ class Attempts:
 
     def label_of(self, draw: Draw) -> str:
         """Return the label of the row's environment if rows choose theirs, or an empty text. Raises DataError."""
-        return label_of(draw, self._environment) if isinstance(self._environment, ChoosesByRow) else ""
+        return self._environment.label_of(draw.task(0)) if isinstance(self._environment, ChoosesByRow) else ""
 
     def check_labels(self, prompts: PromptDraws) -> None:
         """Raise DataError for the first row that chooses no environment although it must, unless it is skipped."""
@@ -101,7 +102,14 @@ class Attempts:
 
     async def close(self) -> None:
         """End the engine, the environment and the scorers."""
-        await close_each([self.engine, *self._scorers, self._environment])
+        try:
+            for component in (self._environment, *self._scorers):
+                if hasattr(component, "close"):
+                    closed = component.close()  # type: ignore[attr-defined]
+                    if inspect.isawaitable(closed):
+                        await closed
+        finally:
+            await self.engine.close()
 
     def _make_runner(self, given_up: GivenUpPrompts, held_out: HeldOutConfig | None = None) -> GroupRunner:
         """Make a runner for training, or for held-out attempts, which are sampled without top_p and top_k."""

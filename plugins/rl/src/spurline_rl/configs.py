@@ -137,12 +137,11 @@ class HeldOutConfig(Section):
         """Yield the problems of these rules with the environments of a source. `prefix` precedes their settings."""
         environments = terms_by_environment(source)
         for label in self.success_by_environment.keys() - environments.keys():
-            text = f"is not an environment of the run.{suggestion(label, environments)}"
-            labels = listing(filter(None, environments))
-            yield Problem(f"{prefix}success_by_environment.{label}", f"{text} Environments: {labels}.")
+            yield Problem(f"{prefix}success_by_environment.{label}", unknown_environment(label, environments))
         for label, terms in environments.items():
             of = f" These are the terms of the environment '{label}'; see success_by_environment." if label else ""
-            for problem in success_problems(*self.success_of(label), terms, prefix):
+            success, setting = self.success_of(label)
+            for problem in success_problems(success, terms, f"{prefix}{setting}"):
                 yield replace(problem, message=f"{problem.message}{of}")
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -165,30 +164,30 @@ def terms_by_environment(source: Any) -> Mapping[str, Collection[str] | None]:
 
 
 def success_problems(
-    success: SuccessConfig, setting: str, terms: Collection[str] | None, prefix: str = ""
+    success: SuccessConfig, terms: Collection[str] | None, setting: str = "success"
 ) -> Iterable[Problem]:
-    """Yield the problems of a rule in an environment with these reward terms.
-
-    Args:
-        setting: The name of the setting with the rule.
-        terms: Names of all reward terms; None if they are not known before an attempt.
-        prefix: Prefix of the names of settings in the problems.
-    """
+    """Yield the problems of the rule in `setting` in an environment with these reward terms, or None if unknown."""
     if terms is None:
         return
     if success.reward is None and len(terms) > 1:
         yield Problem(
-            f"{prefix}{setting}",
+            setting,
             "does not say which reward decides whether an attempt has passed. There are several. Set it, as in "
             f"{{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}.",
         )
     if success.reward is not None and success.reward not in terms:
-        yield Problem(f"{prefix}{setting}.reward", unknown_term(success.reward, terms))
+        yield Problem(f"{setting}.reward", unknown_term(success.reward, terms))
 
 
 def unknown_term(reward: str, terms: Collection[str]) -> str:
     """Return an error message for the name of a reward term that does not exist."""
     return f"is '{reward}', which is not a reward term.{suggestion(reward, terms)} Terms: {listing(terms)}."
+
+
+def unknown_environment(label: str, labels: Collection[str]) -> str:
+    """Return an error message for a label that no environment of the run has."""
+    known = listing(filter(None, labels))
+    return f"is not an environment of the run.{suggestion(label, labels)} Environments: {known}."
 
 
 class FaultsConfig(Section):

@@ -144,7 +144,7 @@ class GroupRunner:
             # Read the columns first, so that nothing is generated for a row without them.
             columns = {name: carried(prompt, name) for name in self.carry}
             if isinstance(self.environment, ChoosesByRow):
-                label = label_of(prompt, self.environment)
+                label = self.environment.label_of(tasks[0])
                 limit = self.environment.time_limit_of(label)
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
             trajectories = await self._attempt_all(tasks, what, limit)
@@ -306,14 +306,6 @@ def carried(prompt: Draw, name: str) -> float:
         f"{prompt.location}: the column '{name}' of source.carry {there}. Correct the row, or leave such rows out "
         "with `on_bad_row: skip`."
     )
-
-
-def label_of(prompt: Draw, environment: ChoosesByRow) -> str:
-    """Return the label of the environment of the prompt's row. Raises DataError, with the row, if it has none."""
-    try:
-        return environment.label_of(prompt.row)
-    except DataError as error:
-        raise explain_bad_row(prompt.location, error) from error
 
 
 def _name(task: Task) -> str:

@@ -119,15 +119,13 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
     def _scores(self, groups: Sequence[Group], num_failed: int) -> dict[str, float]:
         """Return the mean reward, pass@1 and pass@k of some prompts, `num_failed` of which were given up."""
-        passed = [np.array([self._has_passed(attempt) for attempt in group.trajectories]) for group in groups]
+        config, where = self.config, self.where
+        passed = [np.array([has_passed(attempt, config, where) for attempt in group.trajectories]) for group in groups]
         count = len(groups) + num_failed
         scores = {"pass@1": float(sum(found.mean() for found in passed)) / count}
         if self.config.samples_per_prompt > 1:
             scores[f"pass@{self.config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
         return scores | ({"reward": float(all_returns(groups).mean())} if groups else {})
-
-    def _has_passed(self, trajectory: Trajectory) -> bool:
-        return has_passed(trajectory, self.config, self.where)
 
     def _sample(self, group: Group) -> dict[str, Any]:
         """Return the first attempt for the report. The texts come from `info`, which the environment fills."""
@@ -139,7 +137,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
             "reference": info.get("reference"),
             "scores": {name: float(value) for name, value in trajectory.rewards.items()},
             "reward": float(group.returns[0]),
-            "passed": self._has_passed(trajectory),
+            "passed": has_passed(trajectory, self.config, self.where),
         }
 
 
@@ -174,7 +172,7 @@ def deciding_term(trajectory: Trajectory, config: HeldOutConfig, where: str = OF
         ConfigError: If the config names a term that the attempt lacks, or names no term and there are several.
     """
     success, setting = config.success_of(trajectory.environment)
-    problems = list(success_problems(success, setting, trajectory.rewards, where))
+    problems = list(success_problems(success, trajectory.rewards, f"{where}{setting}"))
     if problems:
         raise ConfigError(problems)
     return success.reward if success.reward is not None else next(iter(trajectory.rewards), None)

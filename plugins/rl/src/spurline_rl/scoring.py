@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -96,19 +96,6 @@ def close_all(components: Mapping[str, Any]) -> None:
     for component in components.values():
         if hasattr(component, "close"):
             component.close()
-
-
-async def close_each(components: Iterable[Any]) -> None:
-    """Call `close` of each component that has it, plain or async, the last one first. All are closed if one fails."""
-    async with AsyncExitStack() as stack:
-        for component in components:
-            if hasattr(component, "close"):
-                stack.push_async_callback(_closed, component)
-
-
-async def _closed(component: Any) -> None:
-    if inspect.isawaitable(closing := component.close()):
-        await closing
 
 
 class _Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, Field
 
@@ -11,14 +11,7 @@ from spurline.config.section import OnResume
 from spurline_rl.function_settings import FunctionSetting
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.environment import EnvironmentConfig
-from spurline_rl.protocols.reward import RewardConfig, RewardTable
-
-if TYPE_CHECKING:
-    pass
-
-
-def _model_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
-    return {term: config.scored_by for term, config in rewards.items() if config.scored_by is not None}
+from spurline_rl.protocols.reward import RewardTable
 
 
 class RewardedEnvironmentConfig(EnvironmentConfig):
@@ -29,12 +22,12 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
     `source.reward_weights` sets their weights."""
 
     @property
-    def reward_terms(self) -> Collection[str]:
-        return self.rewards
+    def reward_terms(self) -> Collection[str] | None:
+        return self.rewards or None
 
     @property
     def model_rewards(self) -> Mapping[str, str]:
-        return _model_rewards(self.rewards)
+        return {term: config.scored_by for term, config in self.rewards.items() if config.scored_by is not None}
 
 
 class SingleTurnConfig(RewardedEnvironmentConfig):
@@ -43,7 +36,7 @@ class SingleTurnConfig(RewardedEnvironmentConfig):
     name: str = "single_turn"
 
 
-class CustomConfig(EnvironmentConfig):
+class CustomConfig(RewardedEnvironmentConfig):
     """An environment of your own, without a plugin."""
 
     name: str = "custom"
@@ -54,14 +47,6 @@ class CustomConfig(EnvironmentConfig):
     """Largest number of responses in one attempt. It is used only to estimate memory and lengths."""
     rewards: RewardTable = {}
     """Named reward terms, for environments that make them with `spurline_rl.scoring.make_rewards`."""
-
-    @property
-    def reward_terms(self) -> Collection[str] | None:
-        return self.rewards or None
-
-    @property
-    def model_rewards(self) -> Mapping[str, str]:
-        return _model_rewards(self.rewards)
 
     @property
     def most_turns(self) -> int:

@@ -131,8 +131,8 @@ class ShowsPrompt(Protocol):
 class ChoosesByRow(Protocol):
     """An environment that consists of several, among which each row chooses one by a label."""
 
-    def label_of(self, row: Mapping[str, Any]) -> str:
-        """Return the label of the row's environment. Raises DataError if there is no such environment."""
+    def label_of(self, task: Task) -> str:
+        """Return the label of the row's environment. Raises DataError, with the row, if there is no such environment."""
         ...
 
     def time_limit_of(self, label: str) -> tuple[float, str] | None:
