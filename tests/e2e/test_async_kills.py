@@ -1,8 +1,7 @@
 """Whole runs killed with all their processes, at any instant and in any order: nothing is lost, doubled or left behind.
 
 Ten kills in all; SPURLINE_SOAK=1 makes 200, at random instants. Each row of the prompts says in its column `fate` what
-its attempts come to: `trained`; `filtered`, as its rewards are all equal; `given_up`, as its reward always fails; or
-`retried`, whose reward fails for a third of the responses, so that other attempts decide.
+its attempts come to (see `fated`). Asynchronous runs without agents have two environments of different shape.
 """
 
 from __future__ import annotations
@@ -10,15 +9,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import fated
 import psutil
 import pytest
 from async_runs import (
@@ -31,10 +32,12 @@ from async_runs import (
     synchronous,
 )
 from every_run import SOAK
+from fated import two_environments, write_prompts
 from reward_functions import in_process
-from run_helpers import Config, Trained, WriteConfig, assert_same_weights, num_lines, train, wait_for, write_rows
+from run_helpers import Config, Trained, WriteConfig, assert_same_weights, num_lines, read_metrics, train, wait_for
 from warm_children import WarmRuns
 
+from spurline.run.checkpoints.state_files import read_state
 from spurline_async_rl.scheduling.scheduler import State
 from spurline_collation_fast.cache.entry import open_entry
 from spurline_concurrency import child
@@ -194,19 +197,6 @@ def _last_line(path: Path) -> bytes:
     return path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2] if path.exists() else b""
 
 
-FATES = ("trained", "trained", "filtered", "trained", "retried", "given_up")
-
-REWARDS = '''
-import zlib
-
-def fated(answer):
-    """Differ between any two responses, except where the row demands something else."""
-    fate, seen = answer.row["fate"], zlib.crc32(answer.response.encode())
-    if fate == "given_up" or (fate == "retried" and seen % 3 == 0):
-        raise ConnectionError("the sandbox is gone")
-    return 1.0 if fate == "filtered" else seen / 2**32
-'''
-
 AGENT = """
 import json, os, socket, sys, zlib
 
@@ -226,21 +216,11 @@ print(1.0 if fate == "filtered" else seen / 2**32)
 """The same as a program that asks over HTTP, without imports that take long."""
 
 
-def write_prompts(path: Path, count: int = 24) -> list[str]:
-    """Write the rows; returns their fates."""
-    digits = random.Random(0)
-    fates = [FATES[number % len(FATES)] for number in range(count)]
-    rows = [
-        {"messages": [{"role": "user", "content": f"sort {digits.randrange(1000):03}"}], "fate": fate} for fate in fates
-    ]
-    write_rows(path, rows)
-    return fates
-
-
 def assert_every_prompt_met_its_fate(config: Config, fates: list[str]) -> None:
     """Assert that each prompt ended exactly once, as its row says, with no token older than the bound.
 
-    An epoch draws each row once, so that the rows that nobody trained on are those with another fate.
+    An epoch draws each row once, so that the rows that nobody trained on are those with another fate. In a run with two
+    environments, the metrics of each count the draws of its rows, each of them once.
     """
     scheduler = assert_every_prompt_ended_once(config)
     row_of: dict[int, int] = {}
@@ -262,6 +242,22 @@ def assert_every_prompt_met_its_fate(config: Config, fates: list[str]) -> None:
             assert len(filtered & draws) == left["filtered"]
             assert len(given_up & draws) == left["given_up"] + left["retried"]
             assert not left["trained"]
+    trained, lost = Counter(group.environment for _, group in recorded_groups(config)), 0
+    for label in config["source"]["environment"].get("environments", ()):
+        drawn, filtered_here, lost_here = (
+            sum(line.get(f"env/{label}/{name}", 0) for line in read_metrics(config["run_dir"]))
+            for name in ("drawn", "filtered", "quarantined")
+        )
+        assert drawn - filtered_here - lost_here == trained[label] > 0
+        lost += lost_here
+    # The newest checkpoint has the prompts that were given up after the last batch.
+    assert trained[""] or lost + len(state_of(config)["given_up"]) == len(given_up)
+
+
+def state_of(config: Config) -> Mapping[str, Any]:
+    """Return the state of the source in the newest checkpoint."""
+    newest = sorted((Path(config["run_dir"]) / "checkpoints").glob("step-*"))[-1]
+    return read_state(newest / "components" / "source" / "async_rollouts")
 
 
 def plans(*kills: Kill, soak: int, phases: Sequence[str] = PHASES) -> list[Any]:
@@ -278,7 +274,7 @@ def plans(*kills: Kill, soak: int, phases: Sequence[str] = PHASES) -> list[Any]:
 @pytest.fixture
 def fated_config(rl_config: Config, tmp_path: Path) -> Config:
     """An asynchronous run that filters groups, makes failed attempts again, gives prompts up and sends changes."""
-    (tmp_path / "modules" / "fated_rewards.py").write_text(REWARDS, encoding="utf-8")
+    shutil.copy(str(fated.__file__), tmp_path / "modules" / "fated_rewards.py")
     write_prompts(tmp_path / "fated.jsonl")
     rl_config |= {
         "data": {"train": str(tmp_path / "fated.jsonl"), "max_length": 128, "on_ignored": "warn"},
@@ -295,7 +291,7 @@ def fated_config(rl_config: Config, tmp_path: Path) -> Config:
         correction="tis",
         max_concurrent_groups=2,
         zero_variance="refill",
-        environment={"name": "single_turn", "rewards": {"fated": in_process("fated_rewards:fated")}},
+        environment=two_environments("fated_rewards", in_process("fated_rewards:fated")),
         reward_weights={},
         engine={"name": "child_process", "engines": 1, "max_restarts": 1000, "deterministic": True},
         weight_sync={"name": "shared_memory", "full_every": 3},
@@ -349,7 +345,7 @@ def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
     fated_config["source"] |= {"max_concurrent_groups": 4}
     fated_config["source"]["engine"]["engines"] = 2
     # In processes of their own, which have to end with the run too.
-    fated_config["source"]["environment"]["rewards"] = {"fated": "fated_rewards:fated"}
+    fated_config["source"]["environment"] = two_environments("fated_rewards", "fated_rewards:fated")
     train_and_kill(fated_config, kills)
     assert_every_prompt_met_its_fate(fated_config, write_prompts(tmp_path / "fated.jsonl"))
 
@@ -370,6 +366,8 @@ def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_kil
     twin = train(synchronous(fated_config), name="twin")
     lines = numbers(fated_config["run_dir"])
     assert lines == numbers(whole) == numbers(twin)
+    counts = {f"env/{label}/{name}" for label in ("once", "twice") for name in ("drawn", "filtered", "quarantined")}
+    assert counts <= {name for line in lines for name in line}
     assert {"groups/filtered", "groups/quarantined"} <= {name for line in lines for name in line if line[name]}
     for unkilled in (whole, twin):
         assert_same_weights(fated_config["run_dir"], unkilled)
@@ -389,7 +387,7 @@ def test_a_killed_synchronous_run_does_again_what_no_checkpoint_covers(
 ) -> None:
     config = synchronous(fated_config)
     del config["source"]["correction"]
-    config["source"]["held_out"] = {"max_prompts": 2, "success": {"reward": "fated", "at_least": 0.5}}
+    config["source"]["held_out"] = {"max_prompts": 2, "success": {"at_least": 0.5}}
     config["data"]["eval"] = str(tmp_path / "held-out.jsonl")
     write_prompts(tmp_path / "held-out.jsonl", 3)
     config |= {"evaluation": {"every_steps": 4}, "steps": 3 * len(kills) + 2, "checkpoint": {"every_steps": 3}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from spurline_concurrency.calls import CANCEL_TIMEOUT_S, Places
+from spurline_concurrency import calls as calls_module
+from spurline_concurrency.calls import CANCEL_TIMEOUT_S, Places, TimeLimit, located
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Ending = Literal["returns", "raises", "cancels itself", "clings"]
@@ -25,16 +27,22 @@ MARGIN_S = 1.5
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a job works, and how it ends. One that clings goes on for `clings_s` after it was cancelled."""
+    """How long a job works, and how it ends. One that clings goes on for `clings_s` after it was cancelled.
+
+    limit: its own time limit, or None for that of all.
+    """
 
     works_s: float
     ending: Ending
     clings_s: float = 0.0
+    limit: TimeLimit | None = None
 
 
-async def run(places: Places, what: str, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+async def run(
+    places: Places, what: str, work: Callable[[], Coroutine[Any, Any, int]], limit: TimeLimit | None = None
+) -> int:
     ended = asyncio.Event()
-    call = places.start(what, work, lambda _: ended.set())
+    call = places.start(what, work, lambda _: ended.set(), limit)
     try:
         await ended.wait()
         return call.result()
@@ -72,7 +80,8 @@ class Seen:
 
     async def run(self, places: Places, number: int, plan: Plan) -> None:
         try:
-            self.told[number] = f"result {await run(places, f'job {number}', partial(self.work, number, plan))}"
+            result = await run(places, f"job {number}", partial(self.work, number, plan), plan.limit)
+            self.told[number] = f"result {result}"
         except Exception as error:  # noqa: BLE001 - what the caller is told
             self.told[number] = f"{type(error).__name__}: {error}"
 
@@ -81,9 +90,9 @@ def seconds_down(outages: Sequence[tuple[float, float]], now: float) -> float:
     return sum(max(0.0, min(now, end) - begin) for begin, end in outages)
 
 
-def limit_of(began: float, outages: Sequence[tuple[float, float]]) -> float:
+def limit_of(began: float, left: float, outages: Sequence[tuple[float, float]]) -> float:
     """When so many seconds with an engine have passed, found by going from outage to outage."""
-    left, now = LIMIT_S, began
+    now = began
     for begin, end in outages:
         if end <= now:
             continue
@@ -101,7 +110,8 @@ def expected(plans: Sequence[Plan], places: int, outages: Sequence[tuple[float, 
     told: dict[int, str] = {}
     for number, plan in enumerate(plans):
         began = heapq.heappop(free)
-        ends, limit = began + plan.works_s, limit_of(began, outages)
+        limit_s, setting = plan.limit or (LIMIT_S, "the.limit")
+        ends, limit = began + plan.works_s, limit_of(began, limit_s, outages)
         assume(abs(ends - limit) > MARGIN_S)
         if ends < limit:
             told[number] = {
@@ -116,7 +126,7 @@ def expected(plans: Sequence[Plan], places: int, outages: Sequence[tuple[float, 
             )
         else:
             ends = limit + (plan.clings_s if plan.ending == "clings" else 0.0)
-            told[number] = f"AttemptFailedError: job {number} did not end within {LIMIT_S:g} s (the.limit)."
+            told[number] = f"AttemptFailedError: job {number} did not end within {limit_s:g} s ({setting})."
         heapq.heappush(free, ends)
     return told
 
@@ -130,7 +140,8 @@ async def run_all(plans: Sequence[Plan], count: int, outages: Sequence[tuple[flo
 
 works = st.sampled_from([1.0, 7.0, 20.0, 30.0, 38.0, 60.0, 95.0])
 endings = st.sampled_from(["returns", "returns", "raises", "cancels itself", "clings"])
-plans = st.builds(Plan, works, endings, st.sampled_from([1.0, 7.0, 20.0, 60.0]))
+limits = st.sampled_from([None, None, (12.0, "own.limit"), (50.0, "other.limit")])
+plans = st.builds(Plan, works, endings, st.sampled_from([1.0, 7.0, 20.0, 60.0]), limits)
 gaps = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 50)), max_size=3)
 
 
@@ -187,3 +198,12 @@ def test_an_error_after_the_time_limit_is_not_told_in_place_of_it():
     places = Places(1, LIMIT_S, lambda: 0.0, "the.limit")
     with pytest.raises(AttemptFailedError, match=r"^job 0 did not end within 33 s \(the\.limit\)\.$"):
         run_virtually(run(places, "job 0", spiteful))
+
+
+def test_an_error_is_described_although_another_thread_imports_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    class Imports:
+        def fullmatch(self, name: str) -> None:
+            monkeypatch.setitem(sys.modules, f"imported_after_{name}", sys)
+
+    monkeypatch.setattr(calls_module, "_OURS", Imports())
+    assert located(KeyError("unit")) == "KeyError: 'unit'"

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.errors import ConfigError, DataError, PluginError
-from spurline_rl.configs import SuccessConfig, success_problems
+from spurline_rl.configs import HeldOutConfig, SuccessConfig, success_problems
 from spurline_rl.held_out import deciding_term, has_passed
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
@@ -183,7 +183,7 @@ def judged(terms: dict[str, float], turn_reward: float = 0.0) -> Trajectory:
 
 @pytest.mark.parametrize("penalty", [0.0, -0.01, -5.0])
 def test_a_penalty_never_turns_a_right_answer_into_a_wrong_one(penalty: float) -> None:
-    success = SuccessConfig(reward="right")
+    success = HeldOutConfig(success=SuccessConfig(reward="right"))
     assert has_passed(judged({"right": 1.0, "short": penalty}), success)
     assert not has_passed(judged({"right": 0.0, "short": penalty}), success)
 
@@ -199,7 +199,7 @@ def test_a_penalty_never_turns_a_right_answer_into_a_wrong_one(penalty: float) -
     ],
 )
 def test_the_named_or_only_term_decides_and_rewards_of_turns_where_there_is_none(terms, turn_reward, success, passes):
-    assert has_passed(judged(terms, turn_reward), success) == passes
+    assert has_passed(judged(terms, turn_reward), HeldOutConfig(success=success)) == passes
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_the_named_or_only_term_decides_and_rewards_of_turns_where_there_is_none
 )
 def test_terms_that_only_attempts_tell_are_checked_with_the_first_of_them(success: SuccessConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        deciding_term(["right", "short"], success)
+        deciding_term(judged({"right": 0.0, "short": 0.0}), HeldOutConfig(success=success))
 
 
 def test_a_config_whose_environment_does_not_tell_its_terms_is_not_refused() -> None:

@@ -56,7 +56,7 @@ _TABLE = {
         weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective weight_sync/cuda_ipc
         weight_sync/vllm_native report_panel/rollout_timeline command/simulate
     """,
-    "environments": "environment/tools",
+    "environments": "environment/tools environment/by_row advantage/by_environment report_panel/environments",
     "agents": "environment/harness",
     "distillation": "loss/distillation advantage/teacher scorer/served_teacher scorer/privileged_prompt",
     "objectives": """

@@ -9,6 +9,7 @@ event loop can be cancelled. Its caller then waits until the task has ended, or 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import sysconfig
 import traceback
@@ -51,7 +52,7 @@ def located(error: BaseException) -> str:
     """
     every = traceback.extract_tb(error.__traceback__)
     packages = filter(None, map(sys.modules.get, _OURS))
-    ours = (f"{folder}/" for module in packages for folder in module.__path__)
+    ours = (f"{folder}/" for module in packages for folder in getattr(module, "__path__", ()))
     prefixes = (*_LIBRARIES, *ours)
     frames = [frame for frame in every if not frame.filename.startswith(prefixes)] or every
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
@@ -166,6 +167,10 @@ async def all_or_none(
         tasks.clear()
 
 
+TimeLimit = tuple[float, str]
+"""Seconds that a call may take, and the name of the setting that says so, for messages."""
+
+
 @dataclass(eq=False, slots=True)
 class Call(Generic[T]):
     """A call that `Places` runs. It has no future of its own, since its caller waits for many calls at once.
@@ -174,6 +179,7 @@ class Call(Generic[T]):
         what: Name of the call in messages.
         work: Makes the coroutine. If the call is over before it begins, `work` is not called.
         on_end: Called on the event loop when the call has a result or an error.
+        limit: The seconds that the call may take, and the setting of this limit.
         is_over: Whether the call has a result or an error, or nobody waits for it any more.
         error: The error of a call that has failed.
         task: The task that makes the call; None before the call begins and after it has ended.
@@ -184,6 +190,7 @@ class Call(Generic[T]):
     what: str
     work: Callable[[], Coroutine[Any, Any, T]]
     on_end: Callable[[Call[T]], None]
+    limit: TimeLimit
     is_over: bool = False
     error: BaseException | None = None
     task: asyncio.Task[T] | None = None
@@ -206,13 +213,13 @@ class Call(Generic[T]):
 
 
 class Places:
-    """Runs a limited number of coroutines at a time, each with the same time limit. They begin in the order of `start`.
+    """Runs a limited number of coroutines at a time, each with a time limit. They begin in the order of `start`.
 
     Tens of thousands may run, so each takes only one task, and one timer serves all of them.
 
     Args:
         count: Largest number of coroutines that run at the same time.
-        timeout_s: Seconds that each coroutine may take after it has begun.
+        timeout_s: Seconds that a coroutine without its own limit may take after it has begun.
         seconds_down: Returns the total number of seconds so far in which no engine could generate. The time limit does
             not count these seconds.
         setting: Name of the setting that sets the time limit, for messages.
@@ -220,23 +227,27 @@ class Places:
 
     def __init__(self, count: int, timeout_s: float, seconds_down: Callable[[], float], setting: str) -> None:
         self._num_free = count
-        self._timeout_s = timeout_s
+        self._limit = timeout_s, setting
         self._seconds_down = seconds_down
-        self._setting = setting
         self._waiting: deque[Call[Any]] = deque()
-        # All calls have the same time limit, so they reach it in the order in which they began.
         self._running: dict[asyncio.Task[Any], Call[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._next_end = math.inf
+        """The earliest end that the timer waits for."""
 
     def start(
-        self, what: str, work: Callable[[], Coroutine[Any, Any, T]], on_end: Callable[[Call[T]], None]
+        self,
+        what: str,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        on_end: Callable[[Call[T]], None],
+        limit: TimeLimit | None = None,
     ) -> Call[T]:
         """Call `work()` as soon as fewer than `count` coroutines run. Every call must be passed to `end` later.
 
         The call's error is that of the coroutine; AttemptFailedError if the coroutine takes too long or is cancelled by
         its own code; or RunFailedError if it still runs after it was cancelled.
         """
-        call = Call(what, work, on_end)
+        call = Call(what, work, on_end, limit or self._limit)
         self._waiting.append(call)
         self._fill()
         return call
@@ -254,11 +265,11 @@ class Places:
             if call.is_over:
                 continue
             self._num_free -= 1
-            call.end = self._clock() + self._timeout_s
+            call.end = self._clock() + call.limit[0]
             call.task = asyncio.get_running_loop().create_task(call.work())
             self._running[call.task] = call
             call.task.add_done_callback(self._take)
-            if self._timer is None:
+            if call.end < self._next_end:
                 self._end_late()
 
     def _take(self, task: asyncio.Task[Any]) -> None:
@@ -271,8 +282,8 @@ class Places:
         call.task = None
         self._num_free += 1
         if call.is_late:
-            limit = f"{self._timeout_s:g} s ({self._setting})"
-            call.finish(error=AttemptFailedError(f"{call.what} did not end within {limit}."))
+            seconds, setting = call.limit
+            call.finish(error=AttemptFailedError(f"{call.what} did not end within {seconds:g} s ({setting})."))
         elif task.cancelled():
             # A CancelledError would end the run without a message.
             call.finish(error=AttemptFailedError(f"{call.what} was cancelled by its own code."))
@@ -283,18 +294,22 @@ class Places:
         self._fill()
 
     def _end_late(self) -> None:
-        """Cancel the coroutines that have reached the time limit. Set the timer for the next coroutine."""
-        self._timer = None
+        """Cancel the coroutines that have reached their time limit. Set the timer for the next coroutine."""
+        if self._timer is not None:
+            self._timer.cancel()
         now, loop = self._clock(), asyncio.get_running_loop()
+        self._timer, self._next_end = None, math.inf
         for task, call in self._running.items():
             if call.is_late:
                 continue
             if call.end > now:
-                self._timer = loop.call_later(max(call.end - now, _TICK_S), self._end_late)
-                break
+                self._next_end = min(self._next_end, call.end)
+                continue
             call.is_late = True
             task.cancel()
             loop.call_later(CANCEL_TIMEOUT_S, self._give_up, call)
+        if self._next_end < math.inf:
+            self._timer = loop.call_later(max(self._next_end - now, _TICK_S), self._end_late)
 
     def _give_up(self, call: Call[Any]) -> None:
         """Fail a call that still runs although it was cancelled, and give its place to another call."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field
 
-from spurline.config.section import OnResume
+from spurline.config.section import Component, OnResume, Section
 from spurline.errors import Problem, listing, suggestion
-from spurline_rl.environments.configs import RewardedEnvironmentConfig
+from spurline_rl.configs import terms_by_environment, unknown_environment
+from spurline_rl.environments.configs import RewardedEnvironmentConfig, as_environment
 from spurline_rl.function_settings import FunctionSetting, name_of
 from spurline_rl.functions import FUNCTION_PATH
+from spurline_rl.protocols.advantage import AdvantageConfig
+from spurline_rl.protocols.environment import EnvironmentConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -64,3 +67,144 @@ class ToolsConfig(RewardedEnvironmentConfig):
                     f"is '{path}', which is neither `module:function`, `file.py:function` nor a built-in tool."
                     f"{suggestion(path, BUILT_IN_TOOLS)} Built-in: {listing(BUILT_IN_TOOLS)}.",
                 )
+
+
+class AttemptLimits(Section):
+    """Limits of the attempts in one environment."""
+
+    max_new_tokens: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
+    """Largest number of tokens in the response of one turn; null is that of `source.sampling`."""
+    attempt_timeout_s: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0)
+    """Seconds that one attempt may take; null is that of `source.faults`."""
+
+
+def _as_environments(value: Any) -> Any:
+    """Let each environment have the short forms of `source.environment`."""
+    if not isinstance(value, Mapping):
+        return value
+    return {label: as_environment(part) for label, part in cast("Mapping[str, Any]", value).items()}
+
+
+class ByRowConfig(EnvironmentConfig):
+    """Several environments in one run. Each row names its own in a column."""
+
+    name: str = "by_row"
+    column: str = Field(default="environment", min_length=1)
+    """Column whose value is the label of the row's environment. Dots lead into objects, as in `meta.domain`."""
+    environments: Annotated[
+        dict[str, Annotated[EnvironmentConfig, Component("environment")]], BeforeValidator(_as_environments)
+    ] = Field(min_length=1)
+    """The environments by label, each with its own rewards and settings."""
+    limits: dict[str, AttemptLimits] = {}
+    """Limits of single environments, by label."""
+
+    @property
+    def by_label(self) -> Mapping[str, EnvironmentConfig]:
+        return self.environments
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        """Return the terms of all environments; None if those of one are not known beforehand."""
+        terms = [part.reward_terms for part in self.environments.values()]
+        return None if None in terms else {name for names in terms for name in names or ()}
+
+    @property
+    def model_rewards(self) -> Mapping[str, str]:
+        return {term: role for part in self.environments.values() for term, role in part.model_rewards.items()}
+
+    @property
+    def most_turns(self) -> int:
+        return max(part.most_turns for part in self.environments.values())
+
+    def most_tokens(self, max_new_tokens: int) -> int:
+        limits = {label: self.limits.get(label, AttemptLimits()) for label in self.environments}
+        return max(
+            part.most_tokens(limits[label].max_new_tokens or max_new_tokens)
+            for label, part in self.environments.items()
+        )
+
+    @property
+    def tool_names(self) -> Collection[str]:
+        return {name for part in self.environments.values() for name in part.tool_names}
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        for label in self.environments:
+            if not re.fullmatch(r"[\w.-]+", label):
+                yield Problem(f"environments.{label}", "has characters that names of metrics cannot have.")
+        longest = run.source.facts.sampling and run.source.facts.sampling.max_new_tokens
+        for label, limits in self.limits.items():
+            asked = limits.max_new_tokens
+            if label not in self.environments:
+                yield Problem(f"limits.{label}", unknown_environment(label, self.environments))
+            elif asked is not None and longest is not None and asked > longest:
+                yield Problem(
+                    f"limits.{label}.max_new_tokens",
+                    f"is {asked}, more than source.sampling.max_new_tokens: {longest}, the limit of every turn. Lower "
+                    "it, or raise that one.",
+                )
+            elif asked is not None and getattr(run.source, "overlong", None) is not None:
+                yield Problem(
+                    f"limits.{label}.max_new_tokens",
+                    "is set, but source.overlong counts from source.sampling.max_new_tokens. Remove one of them.",
+                )
+        for term, role in self.model_rewards.items():
+            parts = {label: part for label, part in self.environments.items() if term in (part.reward_terms or ())}
+            if other := [label for label, part in parts.items() if part.model_rewards.get(term) != role]:
+                yield Problem(
+                    f"environments.{other[0]}.rewards.{term}",
+                    f"has the name of a reward of another environment that the model '{role}' gives. Rename it.",
+                )
+
+
+class ByEnvironmentConfig(AdvantageConfig):
+    """Another advantage per environment. Statistics over several groups are those of one environment."""
+
+    has_parts: ClassVar[bool] = True
+
+    name: str = "by_environment"
+    advantages: dict[str, Annotated[AdvantageConfig, Component("advantage")]] = {}
+    """Advantages of single environments, by label."""
+    other: Annotated[AdvantageConfig, Component("advantage")]
+    """Advantage of the environments that `advantages` does not name. The default is `grpo`."""
+
+    @property
+    def _all(self) -> Sequence[AdvantageConfig]:
+        return [*self.advantages.values(), self.other]
+
+    @property
+    def uses_critic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(part.uses_critic for part in self._all)
+
+    @property
+    def learns_from_rewards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(part.learns_from_rewards for part in self._all)
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.roles for part in self._all))
+
+    @property
+    def smallest_group(self) -> int:
+        return max(part.smallest_group for part in self._all)
+
+    @property
+    def divides_by_spread(self) -> bool:
+        return any(part.divides_by_spread for part in self._all)
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        environments = terms_by_environment(run.source)
+        if "" in environments:
+            yield Problem("name", "is by_environment, but the run has one environment. Choose its advantage itself.")
+        for label in self.advantages.keys() - environments.keys():
+            yield Problem(f"advantages.{label}", unknown_environment(label, environments))
+        for label, terms in environments.items():
+            weights = getattr(run.source, "reward_weights", {})
+            if self.advantages.get(label, self.other).weighs_terms and weights.keys() & (terms or weights):
+                setting = f"advantages.{label}" if label in self.advantages else "other"
+                yield Problem(setting, "weighs reward terms itself. Set its `weights`, and not source.reward_weights.")
+        if self.uses_critic and not all(part.uses_critic for part in self._all):
+            yield Problem(
+                "advantages",
+                "use a critic in some environments only, and a critic needs returns of all attempts. Choose advantages "
+                "with a critic for all environments (`other` too), or for none.",
+            )

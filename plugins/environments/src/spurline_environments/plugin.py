@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
-from spurline_environments.configs import ToolsConfig
+from spurline_environments.configs import ByEnvironmentConfig, ByRowConfig, ToolsConfig
 
 PLUGIN = Plugin("environments", api=API_VERSION, requires=("rl",))
 
@@ -11,3 +11,7 @@ PLUGIN = Plugin("environments", api=API_VERSION, requires=("rl",))
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
     registry.add(ToolsConfig, "spurline_environments.tools:Tools")
+    registry.add(ByRowConfig, "spurline_environments.by_row:ByRow")
+    registry.add(ByEnvironmentConfig, "spurline_environments.by_environment:ByEnvironment")
+    panel = "spurline_insight.report_panel:ReportPanelConfig"
+    registry.add_to("report_panel", panel, "spurline_environments.panel:EnvironmentsPanel", name="environments")

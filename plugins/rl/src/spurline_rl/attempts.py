@@ -7,6 +7,7 @@ evaluation share these parts, but differ in sampling and in how failures count.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,11 +17,11 @@ import numpy as np
 from spurline.errors import ConfigError
 from spurline.protocols.source import SourceContext
 from spurline_rl.configs import CUT_OFF, OVERLONG, HeldOutConfig, PromptSourceConfig, support_width
-from spurline_rl.draws import Draw
+from spurline_rl.draws import Draw, PromptDraws
 from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
 from spurline_rl.policy import EnginePolicy
-from spurline_rl.protocols.environment import Environment, ShowsPrompt
+from spurline_rl.protocols.environment import ChoosesByRow, Environment, ShowsPrompt
 from spurline_rl.protocols.rollout_engine import RolloutEngine, Sampling, TakesWeights
 from spurline_rl.protocols.scorer import Scorer
 from spurline_rl.scoring import overlong_penalty, score
@@ -88,6 +89,17 @@ class Attempts:
             return None
         return self._environment.first_prompt(draw.task(0))
 
+    def label_of(self, draw: Draw) -> str:
+        """Return the label of the row's environment if rows choose theirs, or an empty text. Raises DataError."""
+        return self._environment.label_of(draw.task(0)) if isinstance(self._environment, ChoosesByRow) else ""
+
+    def check_labels(self, prompts: PromptDraws) -> None:
+        """Raise DataError for the first row that chooses no environment although it must, unless it is skipped."""
+        if isinstance(self._environment, ChoosesByRow):
+            for draw in prompts.rows(sys.maxsize):
+                if isinstance(draw, Draw) and draw.dataset.on_bad_row == "error":
+                    self.label_of(draw)
+
     async def close(self) -> None:
         """End the engine, the environment and the scorers."""
         try:
@@ -124,7 +136,11 @@ class Attempts:
         config, added = self._config, self._config.added_terms
         if self._is_evaluated:
             # Check this in training too, since the first held-out attempts may come after many steps.
-            deciding_term(trajectory.rewards, config.held_out.success)
+            deciding_term(trajectory, config.held_out)
+        weights = config.reward_weights
+        if config.environment.by_label:
+            # The other terms are those of other environments.
+            weights = {name: weight for name, weight in weights.items() if name in (*trajectory.rewards, *added)}
         if taken := sorted(added.keys() & trajectory.rewards.keys()):
             raise ConfigError.at(
                 f"source.{taken[0]}",
@@ -132,9 +148,7 @@ class Attempts:
                 f"environment's term, or remove source.{taken[0]}.",
             )
         if not trains:
-            return score(
-                trajectory, {name: weight for name, weight in config.reward_weights.items() if name not in added}
-            )
+            return score(trajectory, {name: weight for name, weight in weights.items() if name not in added})
         was_cut = trajectory.turns[-1].finish_reason == "length"
         terms: dict[str, float] = {}
         if config.overlong is not None:
@@ -149,4 +163,4 @@ class Attempts:
             trajectory = replace(trajectory, turns=turns, counts=config.cut_off.in_baseline)
         if terms:
             trajectory = replace(trajectory, rewards={**trajectory.rewards, **terms})
-        return score(trajectory, {**added, **config.reward_weights})
+        return score(trajectory, {**added, **weights})

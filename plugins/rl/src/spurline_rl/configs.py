@@ -124,6 +124,25 @@ class HeldOutConfig(Section):
     """Evaluate only the first `max_prompts` prompts of the held-out data; null evaluates all."""
     success: SuccessConfig = SuccessConfig()
     """The rule that decides whether an attempt passes."""
+    success_by_environment: dict[str, SuccessConfig] = {}
+    """Rules of single environments of a run with several, by label. The others have the rule `success`."""
+
+    def success_of(self, environment: str) -> tuple[SuccessConfig, str]:
+        """Return the rule for the attempts in an environment, and the name of its setting."""
+        if environment in self.success_by_environment:
+            return self.success_by_environment[environment], f"success_by_environment.{environment}"
+        return self.success, "success"
+
+    def success_problems(self, source: Any, prefix: str = "") -> Iterable[Problem]:
+        """Yield the problems of these rules with the environments of a source. `prefix` precedes their settings."""
+        environments = terms_by_environment(source)
+        for label in self.success_by_environment.keys() - environments.keys():
+            yield Problem(f"{prefix}success_by_environment.{label}", unknown_environment(label, environments))
+        for label, terms in environments.items():
+            of = f" These are the terms of the environment '{label}'; see success_by_environment." if label else ""
+            success, setting = self.success_of(label)
+            for problem in success_problems(success, terms, f"{prefix}{setting}"):
+                yield replace(problem, message=f"{problem.message}{of}")
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -134,28 +153,41 @@ class HeldOutConfig(Section):
             )
 
 
-def success_problems(success: SuccessConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
-    """Yield the problems of these settings in an environment with these reward terms.
+def terms_by_environment(source: Any) -> Mapping[str, Collection[str] | None]:
+    """Return the names of the reward terms of each environment of a source, by label. None means not known beforehand.
 
-    Args:
-        terms: Names of all reward terms; None if they are not known before an attempt.
-        prefix: Prefix of the names of settings in the problems.
+    In a source with one environment, its label is an empty text.
     """
+    environment: EnvironmentConfig | None = getattr(source, "environment", None)
+    parts = {} if environment is None else environment.by_label
+    return {label: part.reward_terms for label, part in parts.items()} or {"": source.facts.reward_terms}
+
+
+def success_problems(
+    success: SuccessConfig, terms: Collection[str] | None, setting: str = "success"
+) -> Iterable[Problem]:
+    """Yield the problems of the rule in `setting` in an environment with these reward terms, or None if unknown."""
     if terms is None:
         return
     if success.reward is None and len(terms) > 1:
         yield Problem(
-            f"{prefix}success",
+            setting,
             "does not say which reward decides whether an attempt has passed. There are several. Set it, as in "
             f"{{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}.",
         )
     if success.reward is not None and success.reward not in terms:
-        yield Problem(f"{prefix}success.reward", unknown_term(success.reward, terms))
+        yield Problem(f"{setting}.reward", unknown_term(success.reward, terms))
 
 
 def unknown_term(reward: str, terms: Collection[str]) -> str:
     """Return an error message for the name of a reward term that does not exist."""
     return f"is '{reward}', which is not a reward term.{suggestion(reward, terms)} Terms: {listing(terms)}."
+
+
+def unknown_environment(label: str, labels: Collection[str]) -> str:
+    """Return an error message for a label that no environment of the run has."""
+    known = listing(filter(None, labels))
+    return f"is not an environment of the run.{suggestion(label, labels)} Environments: {known}."
 
 
 class FaultsConfig(Section):
@@ -288,7 +320,7 @@ class PromptSourceConfig(SourceConfig):
     def _reward_problems(self, run: RunConfig) -> Iterable[Problem]:
         known, overlong = self.environment.reward_terms, self.overlong
         if run.data.eval:
-            yield from success_problems(self.held_out.success, known, "held_out.")
+            yield from self.held_out.success_problems(self, "held_out.")
         if known is not None:
             terms = {*known, *self.added_terms}
             for name in sorted(self.reward_weights.keys() - terms):
@@ -437,7 +469,7 @@ class PromptSourceConfig(SourceConfig):
 
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
         """Return the largest number of tokens that an attempt can have."""
-        length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
+        length = prompt_tokens + self.environment.most_tokens(self.sampling.max_new_tokens)
         return length if context is None else min(length, context)
 
     # `spurline_planning.protocols.PlansRollouts` describes the next four methods.
@@ -478,7 +510,7 @@ class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from EvaluationConfig.problems(self, run)
         yield from HeldOutConfig.problems(self, run)
-        yield from success_problems(self.success, run.source.facts.reward_terms)
+        yield from self.success_problems(run.source)
 
 
 class AnswerSettings(Section):

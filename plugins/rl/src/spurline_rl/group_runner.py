@@ -18,15 +18,13 @@ import numpy as np
 
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
 from spurline.terminal import tell
-from spurline_concurrency.calls import Call, Places, all_or_none, located
+from spurline_concurrency.calls import Call, Places, TimeLimit, all_or_none, located
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.draws import Draw, SkippedRow, row_of
-from spurline_rl.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
+from spurline_rl.protocols.environment import AttemptFailedError, ChoosesByRow, Environment, PolicyHandle, Task
 from spurline_rl.protocols.scorer import Scorer
 from spurline_rl.trajectory import Group, Trajectory
 from spurline_text.rows.rows import explain_bad_row
-
-_OnEnd = Callable[[Call[Trajectory]], None]
 
 _SHOWN_REASONS = 5
 _LONGEST_TAG = 200
@@ -40,6 +38,8 @@ class GivenUpPrompt:
     uid: str
     draw: int
     reason: str
+    environment: str = ""
+    """See `Trajectory.environment`."""
 
 
 Outcome = Group | GivenUpPrompt | SkippedRow
@@ -139,16 +139,20 @@ class GroupRunner:
             DataError: For a row that cannot be used, unless `on_bad_row: skip`.
         """
         tasks = [prompt.task(sample) for sample in range(self.samples_per_prompt)]
+        label, limit = "", None
         try:
-            # Read the carried numbers first, so that nothing is generated for a row without them.
+            # Read the columns first, so that nothing is generated for a row without them.
             columns = {name: carried(prompt, name) for name in self.carry}
+            if isinstance(self.environment, ChoosesByRow):
+                label = self.environment.label_of(tasks[0])
+                limit = self.environment.time_limit_of(label)
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
-            trajectories = await self._attempt_all(tasks, what)
+            trajectories = await self._attempt_all(tasks, what, limit)
             group = Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
             for scorer in self.scorers:
                 group = await _scored(scorer, group, prompt)
         except _GiveUp as failure:
-            lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
+            lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure), label)
             self.given_up.add(lost)
             return lost
         except DataError as error:
@@ -161,7 +165,7 @@ class GroupRunner:
         """Return how many attempts at this prompt were retries, and forget the number."""
         return self._retries_of.pop(uid, 0)
 
-    async def _attempt_all(self, tasks: Sequence[Task], what: str) -> list[Trajectory]:
+    async def _attempt_all(self, tasks: Sequence[Task], what: str, limit: TimeLimit | None) -> list[Trajectory]:
         """Return the trajectory of the first successful attempt at each task. `what` names the tasks in errors."""
         # One event for all attempts takes less of the controller's time than a future for each.
         num_open, has_news = len(tasks), asyncio.Event()
@@ -172,25 +176,29 @@ class GroupRunner:
             if call.error is not None or not num_open:
                 has_news.set()
 
-        calls = [self._start(task, 0, on_end) for task in tasks]
+        def start(task: Task, attempt: int) -> Call[Trajectory]:
+            name = f"{type(self.environment).__name__}.run for {_name(task)}"
+            return self._places.start(name, partial(self._attempt, task, attempt), on_end, limit)
+
+        calls = [start(task, 0) for task in tasks]
         attempts = [0] * len(calls)
         try:
             while num_open:
                 await has_news.wait()
                 has_news.clear()
-                num_open += self._repeat_failed(tasks, calls, attempts, on_end)
+                num_open += self._repeat_failed(tasks, calls, attempts, start)
             return [call.result() for call in calls]
         finally:
             await self._places.end(calls, what)
             # The traceback of an error refers to this frame, and the frame would keep the results alive.
             calls.clear()
 
-    def _start(self, task: Task, attempt: int, on_end: _OnEnd) -> Call[Trajectory]:
-        name = f"{type(self.environment).__name__}.run for {_name(task)}"
-        return self._places.start(name, partial(self._attempt, task, attempt), on_end)
-
     def _repeat_failed(
-        self, tasks: Sequence[Task], calls: list[Call[Trajectory]], attempts: list[int], on_end: _OnEnd
+        self,
+        tasks: Sequence[Task],
+        calls: list[Call[Trajectory]],
+        attempts: list[int],
+        start: Callable[[Task, int], Call[Trajectory]],
     ) -> int:
         """Replace the failed calls by calls with other seeds, and return their number.
 
@@ -212,7 +220,7 @@ class GroupRunner:
                     raise _GiveUp(_explain_failure(task, attempt, error)) from error
                 self._count_retry(task, attempt, error)
                 attempts[number] += 1
-                calls[number] = self._start(task, attempts[number], on_end)
+                calls[number] = start(task, attempts[number])
                 count += 1
         return count
 

@@ -5,6 +5,7 @@ Seeds depend only on the prompt and the attempt, so all evaluations use the same
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -19,9 +20,9 @@ from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
 from spurline.protocols.source import SourceContext
-from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, success_problems
+from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, success_problems, terms_by_environment
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
-from spurline_rl.group_runner import Outcome
+from spurline_rl.group_runner import GivenUpPrompt, Outcome
 from spurline_rl.metrics import all_returns, mean_terms
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.trajectory import Group, Trajectory, trajectory_return
@@ -57,7 +58,8 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
     Attributes:
         where: Prefix of the settings' names, such as `source.held_out.`, for messages.
-        terms: Names of the reward terms of every attempt, or None if they are not known beforehand.
+        terms: Names of the reward terms of all attempts, or None if they are not known beforehand.
+        environments: Labels of the environments of a run with several.
     """
 
     config: HeldOutConfig
@@ -65,6 +67,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
     source: MakesAttempts
     where: str
     terms: Collection[str] | None
+    environments: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self.measures_copies = self.source.generates_with_copies
@@ -81,15 +84,16 @@ class AttemptsEvaluation(HeldOutEvaluation):
     def metrics(self) -> Collection[str] | None:
         if self.terms is None:
             return None
-        several = f"pass@{self.config.samples_per_prompt}"
-        return {"reward", "pass@1", several, "failed", "skipped_rows", *(f"rewards/{term}" for term in self.terms)}
+        scores = {"reward", "pass@1", f"pass@{self.config.samples_per_prompt}"}
+        of_parts = {f"env/{label}/{score}" for label in self.environments for score in scores}
+        return {*scores, *of_parts, "failed", "skipped_rows", *(f"rewards/{term}" for term in self.terms)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return the metrics, and samples for the report.
 
         The metrics are `reward`, `rewards/TERM`, `pass@1`, and `pass@k` if there are several attempts. A prompt that is
         given up has not passed. It counts in `failed`, but not in the mean rewards. `skipped_rows` counts the rows that
-        `on_bad_row: skip` leaves out.
+        `on_bad_row: skip` leaves out. Prefixes `env/NAME/` show the environment in a run with several.
         """
         wanted = min(self.prompts.prompts_per_epoch, self.config.max_prompts or self.prompts.prompts_per_epoch)
         taken = self.prompts.take(0, wanted)
@@ -100,18 +104,28 @@ class AttemptsEvaluation(HeldOutEvaluation):
             raise DataError(f"All {wanted} held-out prompts were left out as unusable. The first: {skipped[0].reason}")
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
         groups = self.source.with_model_rewards(groups, backend)
-        success, where = self.config.success, self.where
-        passed = [np.array([has_passed(attempt, success, where) for attempt in group.trajectories]) for group in groups]
-        metrics = {"pass@1": float(sum(found.mean() for found in passed)) / count}
-        if self.config.samples_per_prompt > 1:
-            metrics[f"pass@{self.config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
+        failed = Counter(outcome.environment for outcome in outcomes if isinstance(outcome, GivenUpPrompt))
+        metrics = self._scores(groups, failed.total())
         if groups:
-            metrics |= {"reward": float(all_returns(groups).mean()), **mean_terms(groups)}
+            metrics |= mean_terms(groups)
+        for label in sorted({*failed, *(group.environment for group in groups)} - {""}):
+            part = [group for group in groups if group.environment == label]
+            metrics |= {f"env/{label}/{name}": value for name, value in self._scores(part, failed[label]).items()}
         if skipped:
             metrics["skipped_rows"] = float(len(skipped))
-        if len(groups) < count:
-            metrics["failed"] = float(count - len(groups))
+        if failed:
+            metrics["failed"] = float(failed.total())
         return metrics, [self._sample(group) for group in groups]
+
+    def _scores(self, groups: Sequence[Group], num_failed: int) -> dict[str, float]:
+        """Return the mean reward, pass@1 and pass@k of some prompts, `num_failed` of which were given up."""
+        config, where = self.config, self.where
+        passed = [np.array([has_passed(attempt, config, where) for attempt in group.trajectories]) for group in groups]
+        count = len(groups) + num_failed
+        scores = {"pass@1": float(sum(found.mean() for found in passed)) / count}
+        if self.config.samples_per_prompt > 1:
+            scores[f"pass@{self.config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
+        return scores | ({"reward": float(all_returns(groups).mean())} if groups else {})
 
     def _sample(self, group: Group) -> dict[str, Any]:
         """Return the first attempt for the report. The texts come from `info`, which the environment fills."""
@@ -123,7 +137,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
             "reference": info.get("reference"),
             "scores": {name: float(value) for name, value in trajectory.rewards.items()},
             "reward": float(group.returns[0]),
-            "passed": has_passed(trajectory, self.config.success, self.where),
+            "passed": has_passed(trajectory, self.config, self.where),
         }
 
 
@@ -138,25 +152,27 @@ class RolloutsEvaluation(AttemptsEvaluation):
 
     def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
         # The config refuses a source that makes no attempts.
-        source = cast("MakesAttempts", context.source)
-        prompts = open_held_out(config.data, context.run)
-        super().__init__(config, prompts, source, f"{context.where}.", context.run.config.source.facts.reward_terms)
+        source, prompts = cast("MakesAttempts", context.source), open_held_out(config.data, context.run)
+        made_by = context.run.config.source
+        terms, environments = made_by.facts.reward_terms, terms_by_environment(made_by).keys() - {""}
+        super().__init__(config, prompts, source, f"{context.where}.", terms, environments)
 
 
-def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:
+def has_passed(trajectory: Trajectory, config: HeldOutConfig, where: str = OF_SOURCE) -> bool:
     """Return whether the deciding reward of a scored trajectory is high enough. Raises the error of `deciding_term`."""
-    name = deciding_term(trajectory.rewards, success, where)
+    name = deciding_term(trajectory, config, where)
     value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
-    return value >= success.at_least
+    return value >= config.success_of(trajectory.environment)[0].at_least
 
 
-def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = OF_SOURCE) -> str | None:
+def deciding_term(trajectory: Trajectory, config: HeldOutConfig, where: str = OF_SOURCE) -> str | None:
     """Return the reward term that decides success, or None if attempts have only rewards of turns.
 
     Raises:
         ConfigError: If the config names a term that the attempt lacks, or names no term and there are several.
     """
-    problems = list(success_problems(success, terms, where))
+    success, setting = config.success_of(trajectory.environment)
+    problems = list(success_problems(success, trajectory.rewards, f"{where}{setting}"))
     if problems:
         raise ConfigError(problems)
-    return success.reward if success.reward is not None else next(iter(terms), None)
+    return success.reward if success.reward is not None else next(iter(trajectory.rewards), None)

@@ -46,6 +46,29 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
+def metrics_by_environment(
+    groups: Sequence[Group], trained: Sequence[Group], given_up: Sequence[str]
+) -> dict[str, float]:
+    """Return `env/NAME/...` for each environment of a run with several: counts of draws, mean reward and lengths.
+
+    Args:
+        groups: All scored groups of a step.
+        trained: Those that are trained on.
+        given_up: The environments of the prompts that were given up.
+    """
+    metrics: dict[str, float] = {}
+    for label in sorted({*given_up, *(group.environment for group in groups)} - {""}):
+        every = [group for group in groups if group.environment == label]
+        lost, kept = given_up.count(label), sum(group.environment == label for group in trained)
+        found = {"drawn": len(every) + lost, "filtered": len(every) - kept, "quarantined": lost}
+        if every:
+            rewards, lengths = reward_metrics(every), length_metrics(every)
+            found |= {"reward": rewards["reward/mean"], "zero_variance": rewards["groups/zero_variance"]}
+            found |= {name: lengths[f"response/{name}"] for name in ("length", "turns")}
+        metrics |= {f"env/{label}/{name}": float(value) for name, value in found.items()}
+    return metrics
+
+
 def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return response tokens and turns per attempt, and the share and mean length of turns by finish reason."""
     flat = [group.flat for group in groups]

@@ -108,7 +108,8 @@ class Preparation:
         self._collator: RolloutCollator = registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
         )
-        self._advantage: Advantage = registry.create("advantage", config.advantage)
+        parts = {"registry": registry} if config.advantage.has_parts else {}
+        self._advantage: Advantage = registry.create("advantage", config.advantage, **parts)
         self._correction: Correction | None = (
             None if config.correction is None else registry.create("correction", config.correction)
         )
@@ -185,27 +186,33 @@ class Preparation:
         A model reads the prompt and the response of each attempt's last turn. Its score after the last token is the
         reward.
         """
-        roles = self._config.environment.model_rewards
-        if not (roles and groups):
+        environment = self._config.environment
+        # With several environments, some attempts may have no such reward.
+        scored = [group for group in groups if environment.part(group.environment).model_rewards]
+        if not scored:
             return list(groups)
-        laid_out = self._lay_out(groups)
-        columns = self.turn_columns(laid_out.without_padding_rows(), groups)
+        laid_out = self._lay_out(scored)
+        columns = self.turn_columns(laid_out.without_padding_rows(), scored)
         padded = laid_out.pad_rows(self._layout.data)
         # Rewards are also needed for response tokens without loss.
         weights = torch.zeros_like(padded.tokens["loss_weights"])
         weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
         weighed = padded.with_tokens(loss_weights=weights)
+        roles = environment.model_rewards
         found = {term: columns.split(backend.logprobs(weighed, role)) for term, role in roles.items()}
         laid_out.release()
-        begins = iter(np.cumsum([0, *(len(attempt.turns) for attempt in trajectories_of(groups))]).tolist())
+        begins = iter(np.cumsum([0, *(len(attempt.turns) for attempt in trajectories_of(scored))]).tolist())
 
         def rewarded(attempt: Trajectory) -> Trajectory:
             begin = next(begins)
             last = max(number for number, turn in enumerate(attempt.turns) if len(turn.response_ids))
-            scores = {term: float(values[begin + last][-1]) for term, values in found.items()}
-            return self._rewarded(attempt, last, scores)
+            terms = environment.part(attempt.environment).model_rewards
+            return self._rewarded(attempt, last, {term: float(found[term][begin + last][-1]) for term in terms})
 
-        return [replace(group, trajectories=tuple(map(rewarded, group.trajectories))) for group in groups]
+        changed = {
+            group.draw: replace(group, trajectories=tuple(map(rewarded, group.trajectories))) for group in scored
+        }
+        return [changed.get(group.draw, group) for group in groups]
 
     def _rewarded(self, attempt: Trajectory, last: int, scores: Mapping[str, float]) -> Trajectory:
         """Give an attempt these reward terms, and add them to the reward of the last token of the turn `last`."""

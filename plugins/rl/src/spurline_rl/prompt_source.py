@@ -31,7 +31,13 @@ from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper
 from spurline_rl.kept_rollouts.table import KeptStep
-from spurline_rl.metrics import environment_metrics, length_metrics, reward_metrics, support_metrics
+from spurline_rl.metrics import (
+    environment_metrics,
+    length_metrics,
+    metrics_by_environment,
+    reward_metrics,
+    support_metrics,
+)
 from spurline_rl.preparation import Preparation, TurnColumns
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.protocols.rollout_engine import RolloutEngine
@@ -53,19 +59,17 @@ class Collected:
         groups: The groups to train on, in draw order.
         every: All groups that were scored, including filtered ones.
         next_draw: Number of the next prompt to draw.
-        given_up: Number of prompts given up.
+        given_up: The prompts that were given up.
         skipped: Number of drawn rows that cannot be used.
         refill_missing: Number of filtered groups that are trained on, because the limit of draws was reached.
-        lost: The given-up prompts, except prompts that were given up before a resume.
     """
 
     groups: tuple[Group, ...]
     every: tuple[Group, ...]
     next_draw: int
-    given_up: int
-    skipped: int
-    refill_missing: int
-    lost: tuple[GivenUpPrompt, ...] = ()
+    given_up: tuple[GivenUpPrompt, ...] = ()
+    skipped: int = 0
+    refill_missing: int = 0
 
 
 async def collect_groups(
@@ -125,7 +129,7 @@ async def collect_groups(
             f"{draw_limit}.{reasons_of(given_up)}"
         )
     groups = sorted([*kept, *filtered[:short]], key=lambda group: group.draw)
-    return Collected(tuple(groups), tuple(every), next_draw, len(given_up), skipped, short, tuple(given_up))
+    return Collected(tuple(groups), tuple(every), next_draw, tuple(given_up), skipped, short)
 
 
 class PromptSource(BatchSource):
@@ -201,8 +205,8 @@ class PromptSource(BatchSource):
         return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
 
     def _notes_on(self, draw: Draw, *, is_known: bool) -> list[str]:
-        environment = self._settings.environment
-        notes = [f"from {draw.location}, for the environment '{environment.name}'"]
+        environment = self._settings.environment.part(label := self._attempts.label_of(draw))
+        notes = [f"from {draw.location}, for the environment '{label or environment.name}'"]
         if environment.tool_names:
             notes.append(f"tools: {listing(environment.tool_names)}")
         if environment.reward_terms:
@@ -226,16 +230,15 @@ class PromptSource(BatchSource):
     def _survey_of(self, prompts: PromptDraws, doing: str, carry: Sequence[str] = ()) -> _Survey | None:
         """Read the prompts of the first rows. Returns None if no row is usable, or prompts are not known beforehand."""
         self._context.progress(doing)
+        self._attempts.check_labels(prompts)
         found: list[tuple[str, Sequence[int]]] = []
         left_out = 0
         for draw in prompts.rows(self._context.row_limit or _ROWS_BEFORE_TRAINING):
             ids = self._read_prompt(draw, carry) if isinstance(draw, Draw) else draw
-            if ids is None:
-                return None
-            if isinstance(draw, Draw) and not isinstance(ids, SkippedRow):
-                found.append((draw.location, ids))
-            else:
+            if isinstance(ids, SkippedRow):
                 left_out += 1
+            elif ids is not None:
+                found.append((draw.location, ids))
         return _Survey(found, left_out) if found else None
 
     def _read_prompt(self, draw: Draw, carry: Sequence[str] = ()) -> Sequence[int] | SkippedRow | None:
@@ -252,9 +255,9 @@ class PromptSource(BatchSource):
 
     def evaluation(self) -> HeldOutEvaluation:
         assert self._held_out is not None, "there is no held-out data"
-        return AttemptsEvaluation(
-            self._settings.held_out, self._held_out, self, OF_SOURCE, self._settings.environment.reward_terms
-        )
+        config, environment = self._settings.held_out, self._settings.environment
+        terms, labels = environment.reward_terms, environment.by_label.keys()
+        return AttemptsEvaluation(config, self._held_out, self, OF_SOURCE, terms, labels)
 
     def sample_keys(self) -> NDArray[np.uint64]:
         return self._prompts.keys()
@@ -286,9 +289,9 @@ class PromptSource(BatchSource):
         metrics = {
             "time/generate": seconds,
             "rollout/tokens": float(sum(int(group.flat.num_response.sum()) for group in every)),
-            "groups/drawn": float(len(every) + collected.given_up),
+            "groups/drawn": float(len(every) + len(collected.given_up)),
             "groups/filtered": float(len(every) - len(collected.groups)),
-            "groups/quarantined": float(collected.given_up),
+            "groups/quarantined": float(len(collected.given_up)),
             "groups/skipped_rows": float(collected.skipped),
             "groups/retries": float(retries),
             "groups/refill_missing": float(collected.refill_missing),
@@ -297,6 +300,7 @@ class PromptSource(BatchSource):
             **length_metrics(every),
             **support_metrics(every),
             **environment_metrics(every),
+            **metrics_by_environment(every, collected.groups, [lost.environment for lost in collected.given_up]),
         }
         if not self._settings.learns_from_rewards(self._context.config):
             # A report would advise to change the task, but these groups teach too.
@@ -311,7 +315,7 @@ class PromptSource(BatchSource):
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
         per_epoch, flatten = self._prompts.prompts_per_epoch, lambda name: columns.flatten(tokens[name])
-        self._kept.keep(KeptStep(step, collected.groups, filtered, collected.lost, per_epoch, flatten))
+        self._kept.keep(KeptStep(step, collected.groups, filtered, collected.given_up, per_epoch, flatten))
 
     def with_model_rewards(self, groups: Sequence[Group], backend: Backend) -> Sequence[Group]:
         """See `MakesAttempts`."""

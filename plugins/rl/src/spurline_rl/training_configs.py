@@ -13,7 +13,7 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline_rl.configs import unknown_term
+from spurline_rl.configs import terms_by_environment, unknown_term
 from spurline_rl.protocols.adaptive_order import AdaptiveOrderConfig, ScoredDraw
 
 
@@ -66,9 +66,9 @@ class SuccessOrderConfig(AdaptiveOrderConfig):
                 f"is {self.solved:g}, which is not above failed: {self.failed:g}. Set it to the mean reward of a "
                 "prompt whose attempts all succeed.",
             )
-        terms = run.source.facts.reward_terms
-        if self.reward is not None and terms is not None and self.reward not in terms:
-            yield Problem("reward", unknown_term(self.reward, terms))
+        for terms in terms_by_environment(run.source).values():
+            if self.reward is not None and terms is not None and self.reward not in terms:
+                yield Problem("reward", unknown_term(self.reward, terms))
 
     def success_of(self, draw: ScoredDraw) -> float:
         """Return the success of a drawn prompt, from 0 to 1. Raises ConfigError if it has no reward of this name."""

@@ -95,6 +95,11 @@ class Trajectory:
     retries: int = 0
     counts: bool = True
 
+    @property
+    def environment(self) -> str:
+        """Return the label of its environment in a run with several, and otherwise an empty text."""
+        return str(self.info.get("environment", ""))
+
 
 _Record = TypeVar("_Record", Turn, Trajectory)
 
@@ -260,6 +265,11 @@ class Group:
     tags: Mapping[str, str | float] = field(default_factory=dict[str, "str | float"])
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, "NDArray[Any]"])
     prompts: Mapping[str, NDArray[np.int32]] = field(default_factory=dict[str, "NDArray[np.int32]"])
+
+    @property
+    def environment(self) -> str:
+        """Return `Trajectory.environment`, which all attempts at a prompt have in common."""
+        return self.trajectories[0].environment
 
     @cached_property
     def flat(self) -> FlatTurns:

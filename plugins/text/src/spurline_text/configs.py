@@ -38,6 +38,8 @@ class HfDatasetConfig(DatasetConfig):
     """Split string, such as `train`, `train[:1000]` or `train[10%:20%]`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
+    constants: dict[str, str | int | float | bool] = {}
+    """Columns with the same value in all rows, such as `{environment: math}`. They replace columns of the file."""
 
     @property
     def place(self) -> str:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ class Producer:
         # Since when training lacks groups, and the seconds for which it lacked groups before, for the next batch.
         self._lacking_since: float | None = None
         self._lacked_s = 0.0
-        # Counts since the last batch. `quarantined` is the name in checkpoints for prompts that were given up.
-        self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
+        # Counts and given-up prompts since the last batch.
+        self._costs = {"skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
         # For each distrusted engine: pairs (a, b). Its tokens of versions above a and below b are not trusted.
@@ -124,8 +125,7 @@ class Producer:
         costs, self._costs = self._costs, dict.fromkeys(self._costs, 0)
         lost, self._given_up = tuple(self._given_up), []
         filled_up = len(filtered & {*draws})
-        num_lost, skipped = costs["quarantined"], costs["skipped"]
-        collected = Collected(groups, every, scheduler.num_drawn, num_lost, skipped, filled_up, lost)
+        collected = Collected(groups, every, scheduler.num_drawn, lost, costs["skipped"], filled_up)
         self._timeline.taken(step, draws)
         self._admit()
         return collected, costs["retries"]
@@ -184,12 +184,16 @@ class Producer:
     def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
         """Return the state and, separately, the finished groups, because encoding the groups takes long."""
         kept = [self._groups[draw] for draw in sorted(self._groups)]
-        return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
+        given_up = [asdict(prompt) for prompt in self._given_up]
+        return {**self.scheduler.state_dict(), "costs": dict(self._costs), "given_up": given_up}, kept
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
         """Restore a state. Without `keep_groups`, finished groups are generated again."""
         self.scheduler.load_state_dict(state, keep_groups=keep_groups)
-        self._costs = {name: int(count) for name, count in state["costs"].items()}
+        costs = {name: int(count) for name, count in state["costs"].items()}
+        # Earlier checkpoints have only the number of the prompts that were given up.
+        unnamed = [asdict(GivenUpPrompt("", -1, "before a resume"))] * costs.pop("quarantined", 0)
+        self._costs, self._given_up = costs, [GivenUpPrompt(**prompt) for prompt in state.get("given_up", unnamed)]
         groups = groups_of(state["groups"]) if keep_groups else ()
         self._groups = {group.draw: self._ready(group) for group in groups}
 
@@ -245,7 +249,6 @@ class Producer:
             self._costs["skipped"] += 1
             state = State.SKIPPED
         elif isinstance(outcome, GivenUpPrompt):
-            self._costs["quarantined"] += 1
             self._given_up.append(outcome)
             state = State.GIVEN_UP
         elif self._is_tainted(outcome):
@@ -271,7 +274,7 @@ class Producer:
         self._notify()
 
     def _exhausted(self) -> RunFailedError:
-        given_up, limits = self._costs["quarantined"], self.scheduler.limits
+        given_up, limits = len(self._given_up), self.scheduler.limits
         usable = self.scheduler.num_buffered + len(self.scheduler.filtered)
         return RunFailedError(
             f"The step drew {usable + given_up} prompts and {given_up} of them were given up, so there are only "

@@ -207,7 +207,7 @@ class RecordedRolloutSource(PromptSource):
                 f"source.recorded: {self._config.recorded} has no groups of step {step} ({error.filename}). Record "
                 "them with source.record_groups: true, or lower steps."
             ) from error
-        collected = Collected(groups, groups, 0, 0, 0, 0)
+        collected = Collected(groups, groups, 0)
         ages = staleness_metrics(groups, step - 1, self._config.max_staleness, masked=0)
         batch, _ = self._batch(step, collected, self._backend, retries=0, seconds=0.0)
         return replace(batch, info={**batch.info, **ages})

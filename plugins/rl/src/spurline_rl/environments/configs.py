@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, Field
 
@@ -12,9 +12,6 @@ from spurline_rl.function_settings import FunctionSetting
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.reward import RewardTable
-
-if TYPE_CHECKING:
-    pass
 
 
 class RewardedEnvironmentConfig(EnvironmentConfig):
@@ -25,8 +22,8 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
     `source.reward_weights` sets their weights."""
 
     @property
-    def reward_terms(self) -> Collection[str]:
-        return self.rewards
+    def reward_terms(self) -> Collection[str] | None:
+        return self.rewards or None
 
 
 class SingleTurnConfig(RewardedEnvironmentConfig):
@@ -35,7 +32,7 @@ class SingleTurnConfig(RewardedEnvironmentConfig):
     name: str = "single_turn"
 
 
-class CustomConfig(EnvironmentConfig):
+class CustomConfig(RewardedEnvironmentConfig):
     """An environment of your own, without a plugin."""
 
     name: str = "custom"
@@ -46,10 +43,6 @@ class CustomConfig(EnvironmentConfig):
     """Largest number of responses in one attempt. It is used only to estimate memory and lengths."""
     rewards: RewardTable = {}
     """Named reward terms, for environments that make them with `spurline_rl.scoring.make_rewards`."""
-
-    @property
-    def reward_terms(self) -> Collection[str] | None:
-        return self.rewards or None
 
     @property
     def most_turns(self) -> int:

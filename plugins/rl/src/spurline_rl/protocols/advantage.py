@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Advantage(Protocol):
     """Compute an advantage for each response token of scored groups.
 
-    Factory: `Class(config)`. Implementations are pure functions and use only numpy.
+    Factory: `Class(config)`, or `Class(config, registry=Registry)` if the config says `has_parts`. Implementations are
+    pure functions and use only numpy.
 
     Attributes:
         needs: Columns that the algorithm reads besides `rewards`: `values` of a critic, `old_logprobs` of the policy
@@ -48,6 +49,8 @@ class AdvantageConfig(ComponentConfig):
     goes_with = "loss: ppo"
 
     kind: ClassVar[str] = "advantage"
+    has_parts: ClassVar[bool] = False
+    """If true, the algorithm is made of others, which its factory makes with the registry."""
     uses_critic: ClassVar[bool] = False
     """If true, the algorithm reads a critic's values, and the run needs the section `critic`."""
     learns_from_rewards: ClassVar[bool] = True

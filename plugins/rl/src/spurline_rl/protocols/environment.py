@@ -45,6 +45,19 @@ class EnvironmentConfig(ComponentConfig):
         """Return the names of the tools that the model may call, for messages."""
         return ()
 
+    @property
+    def by_label(self) -> Mapping[str, EnvironmentConfig]:
+        """Return the environments among which rows choose, by label. It is empty if all rows have this environment."""
+        return {}
+
+    def part(self, label: str) -> EnvironmentConfig:
+        """Return the environment of the attempts with this label, which is `Trajectory.environment`."""
+        return self.by_label.get(label, self)
+
+    def most_tokens(self, max_new_tokens: int) -> int:
+        """Return the largest number of response tokens of an attempt if a turn may have `max_new_tokens`."""
+        return max_new_tokens * self.most_turns
+
 
 @dataclass(frozen=True)
 class Task:
@@ -98,8 +111,8 @@ class PolicyHandle(Protocol):
         """Return all turns as the attempt's trajectory.
 
         Args:
-            rewards: Reward terms of the attempt by name, not yet multiplied by their weights. Every attempt must have
-                the same names.
+            rewards: Reward terms of the attempt by name, not yet multiplied by their weights. Every attempt in an
+                environment must have the same names.
             turn_rewards: One number per turn, for the turn's last token. Reward weights do not apply to turn rewards.
             info: JSON-serializable facts for the log and the report, such as `prompt` and `response`. Numbers in a
                 mapping `metrics` are logged by their names, as means over the attempts of a step.
@@ -111,8 +124,24 @@ class PolicyHandle(Protocol):
 class ShowsPrompt(Protocol):
     """An environment that knows the first prompt of an attempt beforehand."""
 
-    def first_prompt(self, task: Task) -> Sequence[int]:
-        """Return the token ids of the first prompt. Raises DataError for a row that cannot be used."""
+    def first_prompt(self, task: Task) -> Sequence[int] | None:
+        """Return the token ids of the first prompt, or None if this row's prompt is not known beforehand.
+
+        Raises DataError for a row that cannot be used.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosesByRow(Protocol):
+    """An environment that consists of several, among which each row chooses one by a label."""
+
+    def label_of(self, task: Task) -> str:
+        """Return the label of the row's environment. Raises DataError, with the row, if there is none."""
+        ...
+
+    def time_limit_of(self, label: str) -> tuple[float, str] | None:
+        """Return the seconds that an attempt may take, and the setting that says so; None for the limit of the run."""
         ...
 
 

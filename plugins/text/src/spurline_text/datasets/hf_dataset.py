@@ -9,6 +9,7 @@ A run on JSON lines does not import it.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ class HfDataset:
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         file, place = self._find(row)
-        return file[place]
+        return {**file[place], **self._config.constants} if self._config.constants else file[place]
 
     def location(self, row: int) -> str:
         """Return `train.jsonl:12`, or `train.parquet row 11` (counted from 0) for files without lines."""
@@ -139,6 +140,8 @@ class HfDataset:
             takes_all = rows is None or len(rows) == sum(map(len, self._files[name]))
             which = "all" if takes_all or rows is None else f"{rows.start}:{rows.stop}"
             digest.update("\0".join((*(file.digest for file in self._files[name]), which, "")).encode())
+        if self._config.constants:
+            digest.update(json.dumps(self._config.constants, sort_keys=True).encode())
         return digest.hexdigest()
 
     def check(self) -> None:

@@ -43,14 +43,14 @@ class HfStream:
                     config.path, name=config.subset, split=config.split, revision=config.revision, streaming=True
                 )
         elif self._files[0].suffix.lower() == ".jsonl":
-            return JsonLinesReader(self._files, position)
+            return JsonLinesReader(self._files, position, config.constants)
         else:
             names = [glob.escape(str(file.absolute())) for file in self._files]
             with data_errors(config.path):
                 rows = datasets.load_dataset(
                     "parquet", data_files=names, split="train", streaming=True, batch_size=_ROWS_AT_ONCE
                 )
-        return TableReader(rows, config.path, position)
+        return TableReader(rows, config.path, position, config.constants)
 
 
 def _files(config: HfStreamConfig) -> list[Path]:
@@ -69,8 +69,10 @@ def _files(config: HfStreamConfig) -> list[Path]:
 class JsonLinesReader:
     """Reads the lines of files. Its position is the number of the file, and the next byte and line in the file."""
 
-    def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None) -> None:
-        self._files = files
+    def __init__(
+        self, files: Sequence[Path], position: Mapping[str, Any] | None, constants: Mapping[str, Any] | None = None
+    ) -> None:
+        self._files, self._constants = files, constants or {}
         self._open(*(position["file"], *position["place"]) if position else (0, 0, 1))
 
     def _open(self, number: int, offset: int, line: int) -> None:
@@ -86,7 +88,7 @@ class JsonLinesReader:
                 self._offset, self._line = self._offset + len(line), self._line + 1
                 if line.strip():
                     try:
-                        return StreamedRow(read_json_line(line, location), location)
+                        return StreamedRow({**read_json_line(line, location), **self._constants}, location)
                     except DataError as error:
                         return StreamedRow(error, location)
             if self._number + 1 == len(self._files):
@@ -104,8 +106,14 @@ class JsonLinesReader:
 class TableReader:
     """Reads a streaming dataset of Hugging Face `datasets`. The library keeps track of the position."""
 
-    def __init__(self, rows: datasets.IterableDataset, name: str, position: Mapping[str, Any] | None) -> None:
-        self._table, self._name = rows, name
+    def __init__(
+        self,
+        rows: datasets.IterableDataset,
+        name: str,
+        position: Mapping[str, Any] | None,
+        constants: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._table, self._name, self._constants = rows, name, constants or {}
         self._row = int(position["row"]) if position else 0
         self._begun_at = position
         if position:
@@ -119,7 +127,7 @@ class TableReader:
         if values is None:
             return None
         self._row, self._begun_at = self._row + 1, None
-        return StreamedRow(without_padding(dict(values)), f"{self._name} row {self._row - 1}")
+        return StreamedRow({**without_padding(dict(values)), **self._constants}, f"{self._name} row {self._row - 1}")
 
     def position(self) -> dict[str, Any]:
         if self._begun_at is not None:

@@ -1,0 +1,80 @@
+"""Environment `by_row`: several environments in one run, among which each row chooses.
+
+Data flow: row -> label -> the environment of this label -> Trajectory, whose `info["environment"]` is the label.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.errors import DataError, listing, suggestion
+from spurline.plugins.registry import Registry
+from spurline_environments.configs import AttemptLimits, ByRowConfig
+from spurline_rl.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
+from spurline_rl.trajectory import Trajectory, with_fields
+from spurline_text.rows.rows import column_paths, describe, explain_bad_row, value_at
+
+
+class ByRow:
+    """Passes each attempt to the environment that its row names."""
+
+    def __init__(
+        self, config: ByRowConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._config = config
+        self._parts: dict[str, Environment] = {
+            label: registry.create("environment", part, registry=registry, tokenizer=tokenizer, data=data)
+            for label, part in config.environments.items()
+        }
+
+    def label_of(self, task: Task) -> str:
+        column, row = self._config.column, task.row
+        value = value_at(row, column)
+        if str(value) in self._parts:
+            return str(value)
+        if value is None:
+            why = f", which chooses the environment, is missing or null.{suggestion(column, column_paths(row))}"
+            fix = f" The row has: {listing(column_paths(row))}. `constants` of a dataset adds a column to its rows."
+        else:
+            why = f" is {describe(value)}, which is no environment of this run.{suggestion(str(value), self._parts)}"
+            fix = ""
+        text = f"the column '{column}'{why} Environments: {listing(self._parts)}.{fix}"
+        raise explain_bad_row(task.location, DataError(text))
+
+    def time_limit_of(self, label: str) -> tuple[float, str] | None:
+        seconds = self._limits(label).attempt_timeout_s
+        return None if seconds is None else (seconds, f"source.environment.limits.{label}.attempt_timeout_s")
+
+    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
+        label = self.label_of(task)
+        longest = self._limits(label).max_new_tokens
+        if longest is not None:
+            policy.sampling = replace(policy.sampling, max_new_tokens=longest)
+        trajectory = await self._parts[label].run(task, policy)
+        return with_fields(trajectory, info={**trajectory.info, "environment": label})
+
+    def first_prompt(self, task: Task) -> Sequence[int] | None:
+        """See `ShowsPrompt`."""
+        part = self._parts[self.label_of(task)]
+        return part.first_prompt(task) if isinstance(part, ShowsPrompt) else None
+
+    async def close(self) -> None:
+        async with AsyncExitStack() as stack:
+            for part in self._parts.values():
+                stack.push_async_callback(_close, part)
+
+    def _limits(self, label: str) -> AttemptLimits:
+        return self._config.limits.get(label, AttemptLimits())
+
+
+async def _close(part: Any) -> None:
+    closing = part.close() if hasattr(part, "close") else None
+    if inspect.isawaitable(closing):
+        await closing
