@@ -180,6 +180,10 @@ class ByEnvironmentConfig(AdvantageConfig):
         return all(part.learns_from_rewards for part in self._all)
 
     @property
+    def reads_rewards(self) -> bool:
+        return any(part.reads_rewards for part in self._all)
+
+    @property
     def roles(self) -> frozenset[str]:
         return frozenset[str]().union(*(part.roles for part in self._all))
 
