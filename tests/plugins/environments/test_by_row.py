@@ -34,7 +34,8 @@ ROW = {
 
 
 def config_of(section: type[Any], **settings: Any) -> Any:
-    return assemble(core_registry(), {"part": section}).model_fields["part"].annotation.model_validate(settings)
+    part: Any = assemble(core_registry(), {"part": section}).model_fields["part"].annotation
+    return part.model_validate(settings)
 
 
 def make_environment(tokenizer: Any, **settings: Any) -> ByRow:
@@ -92,6 +93,7 @@ def test_an_environment_that_hangs_costs_its_attempts_after_its_own_limit_and_ke
     runner.environment = Chooses()
     # An attempt with a long limit began first.
     slow, hung = run(runner.run_groups([Prompt(0, {"of": "slow"}), Prompt(1, {"of": "hangs"})]), 30)
+    assert isinstance(slow, Group)
     assert len(slow.trajectories) == 3
     assert isinstance(hung, GivenUpPrompt)
     assert hung.environment == "hangs"

@@ -131,7 +131,8 @@ class ByRowConfig(EnvironmentConfig):
         for label in self.environments:
             if not re.fullmatch(r"[\w.-]+", label):
                 yield Problem(f"environments.{label}", "has characters that names of metrics cannot have.")
-        longest = run.source.facts.sampling and run.source.facts.sampling.max_new_tokens
+        sampling = run.source.facts.sampling
+        longest = None if sampling is None else sampling.max_new_tokens
         for label, limits in self.limits.items():
             asked = limits.max_new_tokens
             if label not in self.environments:

@@ -41,6 +41,7 @@ from spurline_text.datasets.local_files import neighbours
 from spurline_text.hub import asked_once, hub_answers
 
 with importing():
+    import lm_eval.api.model
     import lm_eval.api.task
     import lm_eval.evaluator_utils
     from lm_eval.api.metrics import acc_all, acc_all_stderr, mean, mean_stderr

@@ -95,7 +95,8 @@ def _write_model(
     if model.head == "score":
         # transformers scores a text at its last token that is no padding, which must be its end token. Without a token
         # for padding, it refuses batches of several texts.
-        known = [token for token in (text.pad_token_id, tokenizer.pad_token_id) if token is not None]
+        ids: tuple[Any, ...] = (text.pad_token_id, tokenizer.pad_token_id)
+        known = [int(token) for token in ids if token is not None]
         text.pad_token_id = next((token for token in known if not _may_end_text(token, model, tokenizer)), None)
 
     def fill(folder: Path) -> None:

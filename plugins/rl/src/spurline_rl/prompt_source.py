@@ -235,7 +235,7 @@ class PromptSource(BatchSource):
         left_out = 0
         for draw in prompts.rows(self._context.row_limit or _ROWS_BEFORE_TRAINING):
             ids = self._read_prompt(draw, carry) if isinstance(draw, Draw) else draw
-            if isinstance(ids, SkippedRow):
+            if not isinstance(draw, Draw) or isinstance(ids, SkippedRow):
                 left_out += 1
             elif ids is not None:
                 found.append((draw.location, ids))

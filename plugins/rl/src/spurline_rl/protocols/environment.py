@@ -137,7 +137,7 @@ class ChoosesByRow(Protocol):
     """An environment that consists of several, among which each row chooses one by a label."""
 
     def label_of(self, task: Task) -> str:
-        """Return the label of the row's environment. Raises DataError, with the row, if there is none."""
+        """Return the label of the row's environment. Raises DataError, which names the row, if it has none."""
         ...
 
     def time_limit_of(self, label: str) -> tuple[float, str] | None:
