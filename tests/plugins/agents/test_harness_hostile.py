@@ -25,7 +25,7 @@ from rl_attempts import says
 from spurline.errors import ConfigError, DataError
 from spurline_agents import server
 from spurline_agents.agents import Session
-from spurline_agents.bodies import ChatBody
+from spurline_agents.chat_completions import ChatBody
 from spurline_agents.sessions import SMALL_BYTES
 from spurline_rl import chat_front
 from spurline_rl.testing.environment_contract import ScriptedEngine
@@ -185,7 +185,7 @@ def test_other_addresses_are_answered_with_those_that_there_are(path: str) -> No
     attempt(agent, hello())
     status, answer = agent.told
     assert (status, answer["error"]["code"]) == (404, "unknown_url")
-    assert " /chat/completions " in answer["error"]["message"]
+    assert " /chat/completions, " in answer["error"]["message"]
 
 
 def test_a_port_that_is_taken_is_named() -> None:
