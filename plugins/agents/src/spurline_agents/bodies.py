@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from spurline_agents.configs import HarnessConfig
@@ -95,7 +95,11 @@ Name = Annotated[str, Field(max_length=1024)]
 _Objects = list[dict[str, Any]]
 Messages = Annotated[_Objects, Field(min_length=1, max_length=16_384, fail_fast=True)]
 Tools = Annotated[_Objects, Field(max_length=1024, fail_fast=True)]
-Stops = Annotated[list[Name], Field(max_length=64, fail_fast=True)]
+_Stops = Annotated[
+    list[Name],
+    Field(max_length=64, fail_fast=True),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+]
 
 BodyT = TypeVar("BodyT", bound="Body")
 
@@ -111,22 +115,14 @@ class Body(BaseModel):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: Name | None = None
+    n: int = Field(default=1, ge=1, le=1)
+    stop: _Stops = Field(default=[], validation_alias=AliasChoices("stop", "stop_sequences"))
     stream: bool = False
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: _Finite | None = Field(default=None, ge=0)
     top_p: _Finite | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = None
-
-    @property
-    def num_choices(self) -> int:
-        """Return the number of answers to each prompt."""
-        return 1
-
-    @property
-    def stops(self) -> Sequence[str]:
-        """Return the texts that end a response."""
-        return ()
 
 
 def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
@@ -182,19 +178,17 @@ def read_text(content: Any, field: str, types: Sequence[str] = ("text",)) -> str
         return content
     if not isinstance(content, list):
         raise BadRowError(field, f"is {describe(content)}, expected text or a list of text parts.")
-    texts: list[str] = []
-    for place, part in enumerate(cast("list[Any]", content)):
-        kind = kind_of(part, f"{field}[{place}]")
-        if kind not in types or not isinstance(part.get("text"), str):
-            raise not_text(kind, f"{field}[{place}]", types)
-        texts.append(part["text"])
-    return "".join(texts)
+    parts = enumerate(cast("list[Any]", content))
+    return "".join(read_part(part, f"{field}[{place}]", types) for place, part in parts)
 
 
-def not_text(kind: str, field: str, types: Sequence[str]) -> BadRowError:
-    """Return the error for a part that is an image, a file, or anything else that is no text."""
-    form = f'{{"type": "{types[0]}", "text": "..."}}'
-    return BadRowError(field, f"is a part of type {kind[:80]!r}; only text parts {form} can be trained on.")
+def read_part(part: Any, field: str, types: Sequence[str] = ("text",)) -> str:
+    """Return the text of a part of these types. Raises BadRowError if it is an image or anything else."""
+    kind = kind_of(part, field)
+    if kind not in types or not isinstance(part.get("text"), str):
+        form = f'{{"type": "{types[0]}", "text": "..."}}'
+        raise BadRowError(field, f"is a part of type {kind[:80]!r}; only text parts {form} can be trained on.")
+    return part["text"]
 
 
 def kind_of(item: Any, field: str, default: str = "") -> str:
@@ -205,19 +199,22 @@ def kind_of(item: Any, field: str, default: str = "") -> str:
     return kind
 
 
-def as_function(tool: Mapping[str, Any], field: str, schema: str) -> dict[str, Any]:
-    """Return a tool whose name, description and schema are its own fields as chat completions write it."""
-    if not isinstance(tool.get("name"), str):
-        raise BadRowError(field, "has no name. Only functions of the client can be called here.")
-    described = {"description": tool["description"]} if tool.get("description") else {}
-    function = {"name": tool["name"], **described, "parameters": tool.get(schema) or {}}
-    return {"type": "function", "function": function}
+def as_functions(tools: Sequence[Mapping[str, Any]], kind: str, schema: str) -> list[dict[str, Any]] | None:
+    """Return tools that have name, description and schema as fields of their own as chat completions write them."""
+    found: list[dict[str, Any]] = []
+    for number, tool in enumerate(tools):
+        if tool.get("type", kind) != kind or not isinstance(tool.get("name"), str):
+            problem = f"has type {_shown(tool.get('type'))}. Only functions that have a name are supported."
+            raise BadRowError(f"tools[{number}]", problem)
+        function = {name: tool[name] for name in ("name", "description") if tool.get(name)}
+        found.append({"type": "function", "function": {**function, "parameters": tool.get(schema) or {}}})
+    return found or None
 
 
 def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
     """Return the run's sampling with the changes that this request asks for, within the run's limits."""
     most = run.max_new_tokens if body.max_tokens is None else min(body.max_tokens, run.max_new_tokens)
-    sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
+    sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *filter(None, body.stop)))
     if ignore_sampling:
         return sampling
     return replace(

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from spurline_agents.bodies import ApiError, Body, Messages, Name, Stops, read_body
-from spurline_agents.responses import MODEL_NAME, Answering, Choice, Conversation, ConversationBody, Dialect, Generate
+from spurline_agents.bodies import ApiError, Body, BodyT, Messages, read_body
+from spurline_agents.responses import MODEL_NAME, Choice, Conversation, ConversationBody, Dialect, Generate
 from spurline_agents.sessions import LiveSession
 from spurline_text.rows.messages import read_messages, read_tools
 
@@ -30,17 +30,8 @@ class OpenAIBody(Body):
     """The fields that requests for chat and for text completions share."""
 
     n: int = Field(default=1, ge=1, le=128)
-    stop: Name | Stops = []
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-
-    @property
-    def num_choices(self) -> int:
-        return self.n
-
-    @property
-    def stops(self) -> Sequence[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class ChatBody(OpenAIBody, ConversationBody):
@@ -86,14 +77,31 @@ def _is_prompt(value: Any) -> bool:
     )
 
 
-class ChatCompletions(Dialect[ChatBody]):
+class _Untyped(Dialect[BodyT]):
+    """An API whose streams have chunks of one form."""
+
+    def events(self, body: Any, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a stream: the parts of each choice, then the usage if the request asks for it."""
+        head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
+        is_chat = isinstance(body, ChatBody)
+        if is_chat:
+            head["object"] = "chat.completion.chunk"
+        for choice in answer["choices"]:
+            for part in _deltas(choice) if is_chat else [choice]:
+                yield {**head, "choices": [part]}
+                head.pop("prompt_token_ids", None)
+        if body.stream_options.include_usage:
+            yield {**head, "choices": [], "usage": answer["usage"]}
+
+    def stream(self, body: Any, answer: dict[str, Any]) -> list[bytes]:
+        chunks = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in self.events(body, answer)]
+        return [*chunks, b"data: [DONE]\n\n"]
+
+
+class ChatCompletions(_Untyped[ChatBody]):
     """The API that most agents use."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-
-    def read(self, session: LiveSession, raw: bytes) -> tuple[ChatBody, Generate]:
-        return self._answering.read_chat(session, raw, ChatBody)
+    kind = ChatBody
 
     def write(self, session: LiveSession, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
         written: list[dict[str, Any]] = []
@@ -102,7 +110,7 @@ class ChatCompletions(Dialect[ChatBody]):
             if body.logprobs:
                 entries = [
                     {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-                    for text, logprob in self._answering.tokens(choice)
+                    for text, logprob in self.answering.tokens(choice)
                 ]
                 # The engine reports only the logprob of the sampled token.
                 logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
@@ -110,28 +118,24 @@ class ChatCompletions(Dialect[ChatBody]):
         prompt_ids = {"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}
         return {**_completion("chat.completion", body, choices, written), **prompt_ids}
 
-    def events(self, body: ChatBody, answer: dict[str, Any]) -> Iterator[bytes]:
-        return _events(body, answer)
 
-
-class Completions(Dialect[CompletionBody]):
+class Completions(_Untyped[CompletionBody]):
     """The API for prompts without messages, as texts or as token ids."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
+    kind = CompletionBody
 
     def read(self, session: LiveSession, raw: bytes) -> tuple[CompletionBody, Generate]:
-        body = read_body(raw, CompletionBody, self._answering.config)
+        body = read_body(raw, CompletionBody, self.answering.config)
         prompts = body.prompts
         session.take_turns(body.n * len(prompts))
-        asked = [encoded for prompt in prompts for encoded in [self._answering.encode(prompt)] * body.n]
+        asked = [encoded for prompt in prompts for encoded in [self.answering.encode(prompt)] * body.n]
 
         async def generate() -> list[Choice]:
-            results = await self._answering.ask(
+            results = await self.answering.ask(
                 session, body, lambda sampling: [session.policy.generate(prompt, sampling) for prompt in asked]
             )
             return [
-                Choice(self._answering.text(result, body), result.finish_reason, result, prompt)
+                Choice(self.answering.text(result, body)[0], result.finish_reason, result, prompt)
                 for prompt, result in zip(asked, results, strict=True)
             ]
 
@@ -142,7 +146,7 @@ class Completions(Dialect[CompletionBody]):
         for choice in choices:
             logprobs = None
             if body.logprobs is not None:
-                tokens = self._answering.tokens(choice)
+                tokens = self.answering.tokens(choice)
                 offsets = accumulate((len(text) for text, _ in tokens), initial=0)
                 logprobs = {
                     "tokens": [text for text, _ in tokens],
@@ -153,9 +157,6 @@ class Completions(Dialect[CompletionBody]):
             prompt_ids = {"prompt_token_ids": list(choice.prompt_ids)} if body.return_token_ids else {}
             written.append({"text": choice.text, "logprobs": logprobs, **prompt_ids})
         return _completion("text_completion", body, choices, written)
-
-    def events(self, body: CompletionBody, answer: dict[str, Any]) -> Iterator[bytes]:
-        return _events(body, answer)
 
 
 def _completion(
@@ -180,26 +181,6 @@ def _completion(
         ],
         "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
     }
-
-
-def _events(body: OpenAIBody, answer: dict[str, Any]) -> Iterator[bytes]:
-    for chunk in _chunks(body, answer):
-        yield f"data: {json.dumps(chunk)}\n\n".encode()
-    yield b"data: [DONE]\n\n"
-
-
-def _chunks(body: OpenAIBody, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a stream: the parts of each choice, then the usage if the request asks for it."""
-    head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
-    is_chat = isinstance(body, ChatBody)
-    if is_chat:
-        head["object"] = "chat.completion.chunk"
-    for choice in answer["choices"]:
-        for part in _deltas(choice) if is_chat else [choice]:
-            yield {**head, "choices": [part]}
-            head.pop("prompt_token_ids", None)
-    if body.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": answer["usage"]}
 
 
 def _deltas(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:

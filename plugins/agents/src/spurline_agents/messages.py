@@ -13,22 +13,11 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from spurline_agents.bodies import ApiError, Messages, Stops, as_function, kind_of, not_text, read_text, unsupported
-from spurline_agents.responses import (
-    MODEL_NAME,
-    Answering,
-    Choice,
-    Conversation,
-    ConversationBody,
-    Dialect,
-    Generate,
-    events_of,
-)
+from spurline_agents.bodies import ApiError, Messages, as_functions, kind_of, read_part, read_text, unsupported
+from spurline_agents.responses import MODEL_NAME, Choice, Conversation, ConversationBody, Dialect
 from spurline_agents.sessions import LiveSession
 from spurline_text.rows.messages import Message, read_messages
-from spurline_text.rows.rows import BadRowError, describe
 
-_ROLES = ("user", "assistant", "system")
 _BILLING = "x-anthropic-billing-header"
 """Claude Code begins its system prompt with a block that begins so and is different in each request."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -44,15 +33,6 @@ class CountBody(ConversationBody):
     tool_choice: dict[str, Any] = {"type": "auto"}
     thread: dict[str, Any] = {}
     output_config: dict[str, Any] = {}
-    stop_sequences: Stops = []
-
-    @property
-    def stops(self) -> Sequence[str]:
-        return self.stop_sequences
-
-    @property
-    def reads_calls(self) -> bool:
-        return self._so_far[1] is not None and self.tool_choice["type"] != "none"
 
     def conversation(self, session: LiveSession) -> Conversation:
         if self.tool_choice.get("type") not in ("auto", "none"):
@@ -67,7 +47,7 @@ class CountBody(ConversationBody):
             before, tools = self.goes_on_from(session, self.thread.get("previous_message_id"), "thread")
         else:
             before = self._system()
-            tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools)] or None
+            tools = as_functions(self.tools, "custom", "input_schema")
         found: list[Message] = []
         for number, message in enumerate(self.messages):
             field = f"messages[{number}]"
@@ -90,15 +70,11 @@ class MessagesBody(CountBody):
 class AnthropicMessages(Dialect[MessagesBody]):
     """The API of Claude."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-
-    def read(self, session: LiveSession, raw: bytes) -> tuple[MessagesBody, Generate]:
-        return self._answering.read_chat(session, raw, MessagesBody)
+    kind = MessagesBody
 
     def write(self, session: LiveSession, body: MessagesBody, choices: Sequence[Choice]) -> dict[str, Any]:
         [choice] = choices
-        stopped_by = self._answering.stopped_by(choice.result, body)
+        _, stopped_by = self.answering.text(choice.result, body)
         name = f"msg_{secrets.token_hex(12)}"
         if body.thread:
             body.keep(session, name, choice)
@@ -118,59 +94,64 @@ class AnthropicMessages(Dialect[MessagesBody]):
             },
         }
 
-    def events(self, body: MessagesBody, answer: dict[str, Any]) -> Iterator[bytes]:
-        return events_of(_events(answer))
+    def events(self, body: MessagesBody, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the message without content, the parts of each block, and why the message has ended."""
+        usage = answer["usage"]
+        begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+        yield {"type": "message_start", "message": {**answer, **begun}}
+        for index, block in enumerate(answer["content"]):
+            if block["type"] == "tool_use":
+                empty: dict[str, Any] = {"input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            else:
+                # The parts of a text are called like the type of their block.
+                name = block["type"]
+                empty, delta = {name: ""}, {"type": f"{name}_delta", name: block[name]}
+            yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        ended = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
+        yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": usage["output_tokens"]}}
+        yield {"type": "message_stop"}
 
 
 def _translated(message: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     """Return a message of this API as messages of chat completions."""
     role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
-        raise BadRowError(f"{field}.role", f"is {describe(role)}, expected user or assistant.")
-    if isinstance(content, list) and role == "user":
-        return _of_user(cast("list[Any]", content), f"{field}.content")
-    if isinstance(content, list) and role == "assistant":
-        return [_of_assistant(cast("list[Any]", content), f"{field}.content")]
+    if isinstance(content, list) and role in ("user", "assistant"):
+        blocks = [(block, f"{field}.content[{place}]") for place, block in enumerate(cast("list[Any]", content))]
+        return _of_user(blocks) if role == "user" else [_of_assistant(blocks)]
     return [{"role": role, "content": read_text(content, f"{field}.content")}]
 
 
-def _of_user(blocks: Sequence[Any], field: str) -> list[dict[str, Any]]:
+def _of_user(blocks: Sequence[tuple[Any, str]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for place, block in enumerate(blocks):
-        name = f"{field}[{place}]"
-        if kind_of(block, name) == "tool_result":
-            content = read_text(block.get("content") or "", f"{name}.content")
+    for block, field in blocks:
+        if kind_of(block, field) == "tool_result":
+            content = read_text(block.get("content") or "", f"{field}.content")
             found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             continue
         if not found or found[-1]["role"] != "user":
             found.append({"role": "user", "content": []})
-        found[-1]["content"].append(read_text([block], field))
+        found[-1]["content"].append(read_part(block, field))
     return found or [{"role": "user", "content": ""}]
 
 
-def _of_assistant(blocks: Sequence[Any], field: str) -> dict[str, Any]:
+def _of_assistant(blocks: Sequence[tuple[Any, str]]) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for place, block in enumerate(blocks):
-        kind = kind_of(block, f"{field}[{place}]")
-        if kind == "text":
-            texts.append(read_text([block], field))
-        elif kind == "thinking":
+    for block, field in blocks:
+        kind = kind_of(block, field)
+        if kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            raise not_text(kind, f"{field}[{place}]", ("text",))
+            texts.append(read_part(block, field))
     reasoning = {"reasoning_content": "".join(thoughts)} if thoughts else {}
     return {"role": "assistant", "content": texts, **reasoning, **({"tool_calls": calls} if calls else {})}
-
-
-def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise unsupported(f"{field}.type", tool["type"])
-    return as_function(tool, field, "input_schema")
 
 
 def _content(choice: Choice) -> list[dict[str, Any]]:
@@ -185,24 +166,3 @@ def _content(choice: Choice) -> list[dict[str, Any]]:
         arguments = json.loads(function["arguments"])
         found.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
     return found
-
-
-def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a stream: the message without content, the parts of each block, then why it has ended."""
-    usage = answer["usage"]
-    begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
-    yield {"type": "message_start", "message": {**answer, **begun}}
-    for index, block in enumerate(answer["content"]):
-        if block["type"] == "tool_use":
-            empty: dict[str, Any] = {"input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        else:
-            # The parts of a text are called like the type of their block.
-            name = block["type"]
-            empty, delta = {name: ""}, {"type": f"{name}_delta", name: block[name]}
-        yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
-    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": usage["output_tokens"]}}
-    yield {"type": "message_stop"}

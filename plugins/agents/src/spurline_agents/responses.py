@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import PrivateAttr
 from pydantic_core import from_json
@@ -78,11 +78,6 @@ class ConversationBody(Body):
     tool_choice: Any = "auto"
     _so_far: Conversation = PrivateAttr(([], None))
 
-    @property
-    def reads_calls(self) -> bool:
-        """Return whether tool calls in the answer are told apart from its text."""
-        return bool(self.tools) and self.tool_choice != "none"
-
     def conversation(self, session: LiveSession) -> Conversation:
         """Return the messages and the tools as chat completions have them. Raises ApiError or BadRowError."""
         raise NotImplementedError
@@ -100,28 +95,6 @@ class ConversationBody(Body):
         session.answers[answer] = [*messages, *read_messages([choice.message()], "answer")], tools
 
 
-ConversationT = TypeVar("ConversationT", bound=ConversationBody)
-
-
-class Dialect(Protocol[BodyT]):
-    """One API of the endpoint."""
-
-    def read(self, session: LiveSession, raw: bytes) -> tuple[BodyT, Generate]:
-        """Read a request, count its turns and encode its prompt. Return a function that generates the choices.
-
-        This may run on a thread, because a large prompt takes long. Raises ApiError, PrefixError or AttemptFailedError.
-        """
-        ...
-
-    def write(self, session: LiveSession, body: BodyT, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the answer as a JSON object."""
-        ...
-
-    def events(self, body: BodyT, answer: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a stream that brings this answer."""
-        ...
-
-
 class Answering:
     """Answers requests of any session, whatever their API.
 
@@ -133,20 +106,22 @@ class Answering:
         self._tokenizer = tokenizer
         self._vocabulary = len(tokenizer)
 
-    def read_chat(self, session: LiveSession, raw: bytes, kind: type[ConversationT]) -> tuple[ConversationT, Generate]:
+    def read_chat(self, session: LiveSession, raw: bytes, kind: type[BodyT]) -> tuple[BodyT, Generate]:
         """Prepare the model's next turn in a conversation, once for each choice. See `Dialect.read`."""
         body = read_body(raw, kind, self.config)
+        assert isinstance(body, ConversationBody)
         with _errors_as_api_errors():
             messages, tools = body.conversation(session)
-        session.take_turns(body.num_choices)
+        session.take_turns(body.n)
         with _errors_as_api_errors():
             chat, key = session.find(messages, tools)
             prompt = chat.open_turn()
-            branches = [chat.fork() for _ in range(body.num_choices)]
+            branches = [chat.fork() for _ in range(body.n)]
 
         async def generate() -> list[Choice]:
             replies = await self.ask(session, body, lambda sampling: [branch.reply(sampling) for branch in branches])
-            choices = [self._choice(body, prompt, reply) for reply in replies]
+            reads_calls = bool(tools) and body.tool_choice not in ("none", {"type": "none"})
+            choices = [self._choice(body, prompt, reply, reads_calls) for reply in replies]
             for branch, choice in zip(branches, choices, strict=True):
                 [message] = read_messages([choice.message()], "message")
                 session.remember(key, message, branch)
@@ -179,27 +154,20 @@ class Answering:
                     raise sampling_error(name, f"{getattr(sampling, name):g}", own) from error
             raise
 
-    def _choice(self, body: ConversationBody, prompt: Sequence[int], reply: Reply) -> Choice:
+    def _choice(self, body: Body, prompt: Sequence[int], reply: Reply, reads_calls: bool) -> Choice:
         result = reply.result
-        calls = parse_calls(reply.text) if body.reads_calls else []
+        calls = parse_calls(reply.text) if reads_calls else []
         # The agent gets the whole answer as text if one call is malformed, or could not be sent back.
         if not calls or any(call.problem or not _can_come_back(call) for call in calls):
-            return Choice(self.text(result, body), result.finish_reason, result, prompt)
+            return Choice(self.text(result, body)[0], result.finish_reason, result, prompt)
         finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
         before = reply.text.partition("<tool_call>")[0].strip()
         return Choice(before, finish_reason, result, prompt, tuple(map(_as_openai, calls)))
 
-    def text(self, result: GenerationResult, body: Body) -> str:
-        """Return the text of a response without special tokens, and without the text that has ended it."""
-        return self._ended(result, body)[0]
-
-    def stopped_by(self, result: GenerationResult, body: Body) -> str | None:
-        """Return the text of `body.stops` that has ended the response, or None if it ended otherwise."""
-        return self._ended(result, body)[1]
-
-    def _ended(self, result: GenerationResult, body: Body) -> tuple[str, str | None]:
+    def text(self, result: GenerationResult, body: Body) -> tuple[str, str | None]:
+        """Return the text of a response without special tokens, and the stop text that has ended it, if one has."""
         text = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
-        stops = [stop for stop in body.stops if stop and stop in text] if result.finish_reason == "stop" else []
+        stops = [stop for stop in body.stop if stop and stop in text] if result.finish_reason == "stop" else []
         first = min(stops, key=text.find, default=None)
         return text if first is None else text[: text.find(first)], first
 
@@ -236,11 +204,9 @@ def _errors_as_api_errors() -> Generator[None, None, None]:
 
 
 def _can_come_back(call: ToolCall) -> bool:
-    """Return whether a request with this call is one that `read_body` accepts.
-
-    It is not if the call has half of a surrogate pair, NaN, or too many levels. A request adds up to eight levels.
-    """
+    """Return whether `read_body` accepts a request with this call: no half surrogate pairs, NaN or too many levels."""
     try:
+        # A request adds up to eight levels.
         from_json(f"{'[' * 8}{json.dumps([call.name, dict(call.arguments)])}{']' * 8}", allow_inf_nan=False)
     except (ValueError, RecursionError):
         return False
@@ -252,7 +218,29 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def events_of(parts: Iterable[dict[str, Any]]) -> Iterator[bytes]:
-    """Yield server-sent events that are named like the `type` of their data, as in the APIs with typed events."""
-    for part in parts:
-        yield f"event: {part['type']}\ndata: {json.dumps(part)}\n\n".encode()
+class Dialect(Generic[BodyT]):
+    """One API of the endpoint, by default one whose streams have events with types."""
+
+    kind: type[BodyT]
+
+    def __init__(self, answering: Answering) -> None:
+        self.answering = answering
+
+    def read(self, session: LiveSession, raw: bytes) -> tuple[BodyT, Generate]:
+        """Read a request, count its turns and encode its prompt. Return a function that generates the choices.
+
+        This may run on a thread, because a large prompt takes long. Raises ApiError, PrefixError or AttemptFailedError.
+        """
+        return self.answering.read_chat(session, raw, self.kind)
+
+    def write(self, session: LiveSession, body: BodyT, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer as a JSON object."""
+        raise NotImplementedError
+
+    def events(self, body: BodyT, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the parts of a stream that brings this answer."""
+        raise NotImplementedError
+
+    def stream(self, body: BodyT, answer: dict[str, Any]) -> list[bytes]:
+        """Return the parts as server-sent events."""
+        return [f"event: {part['type']}\ndata: {json.dumps(part)}\n\n".encode() for part in self.events(body, answer)]

@@ -13,17 +13,8 @@ from typing import Any
 
 from pydantic import Field
 
-from spurline_agents.bodies import Messages, Name, as_function, kind_of, read_text, unsupported
-from spurline_agents.responses import (
-    MODEL_NAME,
-    Answering,
-    Choice,
-    Conversation,
-    ConversationBody,
-    Dialect,
-    Generate,
-    events_of,
-)
+from spurline_agents.bodies import Messages, Name, as_functions, kind_of, read_text, unsupported
+from spurline_agents.responses import MODEL_NAME, Choice, Conversation, ConversationBody, Dialect
 from spurline_agents.sessions import LiveSession
 from spurline_text.rows.messages import ROLES, Message, read_messages
 from spurline_text.rows.rows import BadRowError, describe
@@ -63,18 +54,13 @@ class ResponsesBody(ConversationBody):
         # Neither the instructions nor the tools apply to later requests.
         self._so_far = messages, None
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
-        return [*system, *messages], tools or None
+        return [*system, *messages], as_functions(self.tools, "function", "parameters")
 
 
 class Responses(Dialect[ResponsesBody]):
     """The API of OpenAI's newer agents. Answers do not repeat the instructions and the tools of the request."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-
-    def read(self, session: LiveSession, raw: bytes) -> tuple[ResponsesBody, Generate]:
-        return self._answering.read_chat(session, raw, ResponsesBody)
+    kind = ResponsesBody
 
     def write(self, session: LiveSession, body: ResponsesBody, choices: Sequence[Choice]) -> dict[str, Any]:
         [choice] = choices
@@ -89,17 +75,12 @@ class Responses(Dialect[ResponsesBody]):
             "status": "incomplete" if is_cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": None,
-            "max_output_tokens": body.max_tokens,
             "model": body.model or MODEL_NAME,
             "output": _output(choice, "incomplete" if is_cut else "completed"),
             "parallel_tool_calls": True,
             "previous_response_id": body.previous_response_id,
-            "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
             "tool_choice": body.tool_choice,
             "tools": [],
-            "top_p": body.top_p,
             "usage": {
                 "input_tokens": num_prompt,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -109,8 +90,9 @@ class Responses(Dialect[ResponsesBody]):
             },
         }
 
-    def events(self, body: ResponsesBody, answer: dict[str, Any]) -> Iterator[bytes]:
-        return events_of({**event, "sequence_number": number} for number, event in enumerate(_events(answer)))
+    def events(self, body: ResponsesBody, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for number, event in enumerate(_events(answer)):
+            yield {**event, "sequence_number": number}
 
 
 def _translated(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -153,12 +135,6 @@ def _turn_for(part: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     if not found or found[-1]["role"] != "assistant" or any(name in found[-1] for name in taken):
         found.append({"role": "assistant"})
     return found[-1]
-
-
-def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise unsupported(f"{field}.type", tool.get("type"))
-    return as_function(tool, field, "parameters")
 
 
 def _output(choice: Choice, status: str) -> list[dict[str, Any]]:

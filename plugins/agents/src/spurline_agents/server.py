@@ -231,7 +231,7 @@ class HarnessServer:
 
             def parts() -> list[bytes]:
                 answer = dialect.write(session, body, choices)
-                return list(dialect.events(body, answer)) if body.stream else [json.dumps(answer).encode()]
+                return dialect.stream(body, answer) if body.stream else [json.dumps(answer).encode()]
 
             size = sum(len(choice.result.token_ids) for choice in choices) * _BYTES_PER_TOKEN
             return body.stream, choices, await session.work(size, parts)

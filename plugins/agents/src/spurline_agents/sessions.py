@@ -159,10 +159,7 @@ class LiveSession:
     ) -> tuple[ChatFront, bytes]:
         """Return a conversation that ends with these messages, and its key for `remember`.
 
-        Args:
-            messages: The whole conversation.
-            tools: The tools that the template shows.
-            begins: Whether a conversation that is not known counts as begun.
+        If it is not known, it counts as begun, unless `begins` is false.
 
         Raises:
             DataError: If the tokenizer has no chat template.
