@@ -140,6 +140,7 @@ RECIPES: dict[str, dict[str, object]] = {
     "orpo_sort.yaml": {"evaluation.generate.max_samples": 4},
     "reward_model_sort.yaml": {},
     "rl_sort_dppo.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
+    "rl_sort_anthropic.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
     "distill_sort.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4, "model.frozen.teacher.path": "MODEL"},
     "curriculum_sort.yaml": {
         **SMALL_ROLLOUTS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from pydantic import Field
@@ -119,12 +119,13 @@ def _translated(message: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     """Return a message of this API as messages of chat completions."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list) and role in ("user", "assistant"):
-        blocks = [(block, f"{field}.content[{place}]") for place, block in enumerate(cast("list[Any]", content))]
+        # A list of pairs would be tens of thousands of objects for the garbage collector.
+        blocks = ((block, f"{field}.content[{place}]") for place, block in enumerate(cast("list[Any]", content)))
         return _of_user(blocks) if role == "user" else [_of_assistant(blocks)]
     return [{"role": role, "content": read_text(content, f"{field}.content")}]
 
 
-def _of_user(blocks: Sequence[tuple[Any, str]]) -> list[dict[str, Any]]:
+def _of_user(blocks: Iterable[tuple[Any, str]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for block, field in blocks:
         if kind_of(block, field) == "tool_result":
@@ -137,7 +138,7 @@ def _of_user(blocks: Sequence[tuple[Any, str]]) -> list[dict[str, Any]]:
     return found or [{"role": "user", "content": ""}]
 
 
-def _of_assistant(blocks: Sequence[tuple[Any, str]]) -> dict[str, Any]:
+def _of_assistant(blocks: Iterable[tuple[Any, str]]) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []

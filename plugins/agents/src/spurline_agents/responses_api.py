@@ -16,9 +16,10 @@ from pydantic import Field
 from spurline_agents.bodies import Messages, Name, as_functions, kind_of, read_text, unsupported
 from spurline_agents.responses import MODEL_NAME, Choice, Conversation, ConversationBody, Dialect
 from spurline_agents.sessions import LiveSession
-from spurline_text.rows.messages import ROLES, Message, read_messages
+from spurline_text.rows.messages import Message, read_messages
 from spurline_text.rows.rows import BadRowError, describe
 
+_ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text")
 _TURN = ("reasoning_content", "content", "tool_calls")
 """The parts of one turn of the model, in the order of their items."""
@@ -102,7 +103,7 @@ def _translated(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         field = f"input[{number}]"
         kind = kind_of(item, field, "message")
         if kind == "message":
-            if item.get("role") not in ROLES:
+            if item.get("role") not in _ROLES:
                 raise BadRowError(f"{field}.role", f"is {describe(item.get('role'))}, expected user or assistant.")
             text = read_text(item.get("content"), f"{field}.content", _TEXTS)
             if item.get("role") == "assistant":
