@@ -154,6 +154,7 @@ RECIPES: dict[str, dict[str, object]] = {
         "source.held_out.max_prompts": 4,
         "source.environment.limits": "null",
     },
+    "rl_sort_anthropic.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
     "distill_sort.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4, "model.frozen.teacher.path": "MODEL"},
     "curriculum_sort.yaml": {
         **SMALL_ROLLOUTS,

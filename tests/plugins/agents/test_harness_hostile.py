@@ -25,7 +25,9 @@ from rl_attempts import says
 from spurline.errors import ConfigError, DataError
 from spurline_agents import server
 from spurline_agents.agents import Session
-from spurline_agents.bodies import ChatBody
+from spurline_agents.chat_completions import ChatBody
+from spurline_agents.messages import MessagesBody
+from spurline_agents.responses_api import ResponsesBody
 from spurline_agents.sessions import SMALL_BYTES
 from spurline_rl import chat_front
 from spurline_rl.testing.environment_contract import ScriptedEngine
@@ -40,6 +42,10 @@ def called(arguments: Any) -> dict[str, Any]:
     """A conversation in which the model has called a tool with these arguments."""
     call = {"function": {"name": "f", "arguments": arguments}}
     return {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [call]}, *QUESTION]}
+
+
+def said(content: Any, role: Any = "user") -> list[Any]:
+    return [{"role": role, "content": content}]
 
 
 def message(content: bytes, more: bytes = b"") -> bytes:
@@ -114,6 +120,82 @@ def test_malformed_requests_are_refused_and_cost_no_attempt(body: Any, param: st
     assert len(trajectory.turns) == 1, "what was refused is no turn"
 
 
+ASKED = {"messages": QUESTION, "max_tokens": 4}
+ELSEWHERE = {
+    "no max_tokens": ("/messages", {"messages": QUESTION}, "max_tokens", None),
+    "a block that is a text": ("/messages", {**ASKED, "messages": said(["x"])}, "messages[0].content[0]", None),
+    "a block without a type": ("/messages", {**ASKED, "messages": said([{}])}, "messages[0].content[0]", None),
+    "a document": ("/messages", {**ASKED, "messages": said([{"type": "document"}])}, "messages[0].content[0]", None),
+    "an image as a result": (
+        "/messages",
+        {**ASKED, "messages": said([{"type": "tool_result", "content": [{"type": "image"}]}])},
+        "messages[0].content[0].content[0]",
+        None,
+    ),
+    "a call without a name": (
+        "/messages",
+        {**ASKED, "messages": [*said([{"type": "tool_use", "input": {}}], "assistant"), *QUESTION]},
+        "messages[0][0].tool_calls[0]",
+        None,
+    ),
+    "a wizard": ("/messages", {**ASKED, "messages": said("x", ["wizard"])}, "messages[0][0].role", None),
+    "a turn to continue": (
+        "/messages",
+        {**ASKED, "messages": said("x", "assistant")},
+        "messages",
+        "unsupported_parameter",
+    ),
+    "a tool of the server": ("/messages", {**ASKED, "tools": [{"type": "web_search", "name": "x"}]}, "tools[0]", None),
+    "a call of any tool": (
+        "/messages",
+        {**ASKED, "tool_choice": {"type": "any"}},
+        "tool_choice",
+        "unsupported_parameter",
+    ),
+    "a schema": (
+        "/messages",
+        {**ASKED, "output_config": {"format": {}}},
+        "output_config.format",
+        "unsupported_parameter",
+    ),
+    "100 texts to stop at": ("/messages", {**ASKED, "stop_sequences": ["x"] * 100}, "stop_sequences", None),
+    "another temperature": ("/messages", {**ASKED, "temperature": 0.5}, "temperature", "sampling_differs"),
+    "two choices": ("/messages", {**ASKED, "n": 2}, "n", None),
+    "a wrong count": ("/messages/count_tokens", {"messages": []}, "messages", None),
+    "no input": ("/responses", {}, "input", None),
+    "an input file": ("/responses", {"input": said([{"type": "input_file"}])}, "input[0].content[0]", None),
+    "an item of the server": ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", None),
+    "an item without a role": ("/responses", {"input": [{"content": "x"}]}, "input[0].role", None),
+    "arguments that are no JSON": (
+        "/responses",
+        {"input": [{"type": "reasoning"}, {"type": "function_call", "name": "f", "arguments": "{"}]},
+        "input[1][0].tool_calls[0].arguments",
+        None,
+    ),
+    "a built-in tool": ("/responses", {"input": "x", "tools": [{"type": "mcp"}]}, "tools[0]", None),
+    "a schema of the text": (
+        "/responses",
+        {"input": "x", "text": {"format": {"type": "json_schema"}}},
+        "text.format",
+        "unsupported_parameter",
+    ),
+    "in the background": ("/responses", {"input": "x", "background": True}, "background", "unsupported_parameter"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_malformed_requests_of_other_apis_are_refused_in_their_own_form(
+    path: str, body: Any, param: str, code: str | None
+) -> None:
+    agent = posting(body, path)
+    trajectory = attempt(agent, hello())
+    status, answer = agent.told
+    error = answer["error"]
+    assert (status, error["type"], error["param"], error["code"]) == (400, "invalid_request_error", param, code)
+    assert answer.get("type") == ("error" if path.startswith("/messages") else None)
+    assert len(trajectory.turns) == 1, "what was refused is no turn"
+
+
 def test_fields_that_ask_for_nothing_else_are_accepted() -> None:
     sampling = {"temperature": 1.0, "top_p": 1, "top_k": -1, "presence_penalty": 0, "logit_bias": {}, "seed": None}
     unknown = {"user": "me", "metadata": {}, "store": False, "parallel_tool_calls": True, "nobody_knows": 1}
@@ -147,7 +229,7 @@ def test_where_nothing_is_trained_a_request_samples_as_it_says() -> None:
 
 @pytest.mark.parametrize("shown", ["", "Bearer wrong", "Bearer ", "Basic x"])
 def test_a_wrong_key_opens_nothing(shown: str) -> None:
-    agent = posting(BODY, Authorization=shown)
+    agent = posting(BODY, **{"Authorization": shown, "x-api-key": shown.removeprefix("Bearer ")})
     engine = hello()
     attempt(agent, engine)
     status, answer = agent.told
@@ -185,7 +267,7 @@ def test_other_addresses_are_answered_with_those_that_there_are(path: str) -> No
     attempt(agent, hello())
     status, answer = agent.told
     assert (status, answer["error"]["code"]) == (404, "unknown_url")
-    assert " /chat/completions " in answer["error"]["message"]
+    assert " /chat/completions, " in answer["error"]["message"]
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -297,7 +379,12 @@ def together(*agents: Agent, engine: ScriptedEngine | None = None, **settings: A
 
 @pytest.mark.parametrize(
     ("body", "path"),
-    [({"messages": [{"role": "user", "content": LONG}]}, "/chat/completions"), ({"prompt": LONG}, "/completions")],
+    [
+        ({"messages": said(LONG)}, "/chat/completions"),
+        ({"prompt": LONG}, "/completions"),
+        ({"messages": said(LONG)}, "/messages/count_tokens"),
+        ({"input": LONG}, "/responses"),
+    ],
 )
 def test_while_a_long_prompt_is_encoded_others_are_answered_and_the_sessions_own_wait(
     body: Any, path: str, monkeypatch: pytest.MonkeyPatch
@@ -389,7 +476,15 @@ def test_what_the_model_wrote_in_one_session_is_no_turn_of_another() -> None:
     assert (len(one.turns), len(other.turns), other.info["conversations"]) == (1, 1, 1)
 
 
-def test_a_call_whose_name_no_client_could_send_back_is_text() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "\\ud83d", "arguments": {}}',
+        '{"name": "f", "arguments": {"a": "\\ud83d"}}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+    ],
+)
+def test_a_call_that_no_client_could_send_back_is_text(call: str) -> None:
     said: list[Any] = []
 
     async def agent(session: Session) -> float:
@@ -400,7 +495,7 @@ def test_a_call_whose_name_no_client_could_send_back_is_text() -> None:
         assert status == 200
         return 1.0
 
-    written = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    written = f"<tool_call>{call}</tool_call>"
     assert len(attempt(agent, ScriptedEngine(says(TOKENIZER, written, "hi"))).turns) == 2
     assert (said[0]["message"]["content"], said[0]["finish_reason"]) == (written, "stop")
 
@@ -597,7 +692,48 @@ def test_a_client_that_does_not_read_is_cut_off(stream: bool, monkeypatch: pytes
 
 
 GARBAGE: Any = (None, True, -1, 10**30, 1e300, "", "\u2028", [], [[]], {}, {"x": [1]}, [None], "[[", "\0")
-FIELDS = [*ChatBody.model_fields, "max_completion_tokens", "prompt", "response_format", "presence_penalty", "echo"]
+FIELDS = sorted(
+    {
+        *(
+            field
+            for kind in (ChatBody, MessagesBody, ResponsesBody)
+            for field in (*kind.model_fields, *kind.unsupported)
+        ),
+        *("max_completion_tokens", "max_output_tokens", "prompt", "response_format", "presence_penalty", "echo"),
+    }
+)
+CALL = {"id": "c", "call_id": "c", "name": "f", "input": {"a": 1}, "arguments": "{}", "output": "1", "tool_use_id": "c"}
+REQUESTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "/chat/completions": lambda: dict(BODY),
+    "/completions": lambda: {"prompt": ["a", [5, 6]]},
+    "/messages": lambda: {"messages": [*QUESTION, *blocks("assistant", "thinking", "text", "tool_use"), *answered()]},
+    "/messages/count_tokens": lambda: {"messages": blocks("user", "text"), "system": [{"type": "text", "text": "s"}]},
+    "/responses": lambda: {"input": [*QUESTION, *items("reasoning", "function_call", "function_call_output")]},
+}
+"""A valid request of each API."""
+
+
+def items(*kinds: str) -> list[dict[str, Any]]:
+    return [{"type": kind, "text": "x", "thinking": "x", **CALL} for kind in kinds]
+
+
+def blocks(role: str, *kinds: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": items(*kinds)}]
+
+
+def answered() -> list[dict[str, Any]]:
+    return blocks("user", "tool_result", "text")
+
+
+def put_garbage(value: Any, draws: random.Random) -> Any:
+    """Replace one part of a request, at any depth."""
+    if not isinstance(value, (dict, list)) or not value or draws.random() < 0.2:
+        return draws.choice(GARBAGE)
+    key = draws.choice(list(value)) if isinstance(value, dict) else draws.randrange(len(value))
+    value[key] = put_garbage(value[key], draws)
+    return value
+
+
 STRANGE_HEADS = (
     b"GET / HTTP/9.9\r\n",
     b"\x16\x03\x01\x02\0",
@@ -614,15 +750,24 @@ STATUSES = {0, 100, 200, 400, 401, 404, 405, 408, 413, 415, 417, 429, 503}
 
 async def send_any(session: Session, draws: random.Random) -> int:
     """Send a valid, malformed, slow or huge request, and return the status of the answer."""
-    path, body = draws.choice([("/chat/completions", dict(BODY)), ("/completions", {"prompt": ["a", [5, 6]]})])
-    body |= {"max_tokens": 4, "n": draws.choice([1, 2]), "stream": draws.random() < 0.2}
+    path, valid = draws.choice(list(REQUESTS.items()))
+    body: Any = {**valid(), "max_tokens": 4, "stream": draws.random() < 0.2}
+    if path.endswith("completions"):
+        body["n"] = draws.choice([1, 2])
     begin, strange, limit_s, pieces = b"", b"", LIMIT_S, 1
-    kind = draws.choice(["valid", "valid", "field", "nested", "bytes", "head", "slow", "huge"])
+    kind = draws.choice(["valid", "valid", "field", "part", "nested", "bytes", "head", "slow", "huge"])
     if kind == "field":
         body[draws.choice(FIELDS)] = draws.choice(GARBAGE)
+    if kind == "part":
+        body = put_garbage(body, draws)
     if kind == "huge":
         text = draws.choice(["x", "long words ", "\n", "\u00e9", "[,", " "]) * draws.randrange(10_000, 100_000)
-        huge = [{"prompt": text}, {"messages": [{"role": text, "content": text}]}, {**BODY, "model": text}]
+        huge = [
+            {"prompt": text},
+            {"messages": [{"role": text, "content": text}]},
+            {**BODY, "model": text},
+            {**body, "input": text, "system": text},
+        ]
         body = draws.choice(huge)
     raw = json.dumps(body).encode()
     if kind == "nested":
@@ -658,8 +803,10 @@ async def send_any(session: Session, draws: random.Random) -> int:
         writer.close()
 
 
-def test_requests_of_all_kinds_end_as_they_should() -> None:
+def test_requests_of_all_kinds_end_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPURLINE_SOAK=1 sends 20,000, and looks at the memory."""
+    if SOAK:
+        monkeypatch.setattr("harness_runs.LIMIT_S", 7200.0)
     statuses: Counter[int] = Counter()
     memory: list[int] = []
 

@@ -52,7 +52,7 @@ class Session:
     """The data that an agent gets for one attempt at one prompt."""
 
     base_url: str
-    """Base URL of the endpoint, for any OpenAI client."""
+    """Base URL of the endpoint, for any OpenAI client. It ends with `/v1`."""
     api_key: str = field(repr=False)
     """The key of this attempt. The model's answers to requests with this key are the turns of the attempt's trajectory.
     After the end of the attempt, such requests get an error."""
@@ -71,6 +71,11 @@ class Session:
     """The number of this attempt at the prompt, from 0."""
     location: str
     """Position of the row in its data, for error messages."""
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Return the base URL for any Anthropic client, which adds `/v1` itself."""
+        return self.base_url.removesuffix("/v1")
 
 
 Agent = Callable[[Session], Awaitable[Any]]
@@ -109,7 +114,8 @@ async def _run_program(
     """Run the program, and return the JSON value of the last line that it prints, or None if it prints nothing."""
     # The program gets the address and the key as environment variables, so the JSON leaves them out.
     task = {name: value for name, value in vars(session).items() if name not in ("base_url", "api_key")}
-    environment = {**variables, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
+    endpoints = {"OPENAI_BASE_URL": session.base_url, "ANTHROPIC_BASE_URL": session.anthropic_base_url}
+    keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), session.api_key)
     # A full pipe would block the program, so files are used instead.
     with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
         given.write(json.dumps(task, default=str).encode() + b"\n")
@@ -120,7 +126,7 @@ async def _run_program(
             stdin=given,
             stdout=printed,
             stderr=complaints,
-            env=environment,
+            env={**variables, **endpoints, **keys},
             # Otherwise Ctrl-C would end the program before the run can end it.
             start_new_session=True,
         )

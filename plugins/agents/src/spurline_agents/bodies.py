@@ -1,4 +1,4 @@
-"""Read the bodies of requests as OpenAI's API defines them.
+"""Read the bodies of requests: what the APIs of OpenAI and Anthropic have in common.
 
 Unknown fields are ignored, as in vLLM's server. A known field with an unsupported value is an error.
 """
@@ -6,15 +6,17 @@ Unknown fields are ignored, as in vLLM's server. A known field with an unsupport
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from aiohttp import web
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from spurline_agents.configs import HarnessConfig
 from spurline_rl.protocols.rollout_engine import Sampling
+from spurline_text.rows.rows import BadRowError, describe
 
 _TYPES = {
     401: "authentication_error",
@@ -23,6 +25,7 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+_ANTHROPIC_TYPES = {**_TYPES, 408: "invalid_request_error", 413: "request_too_large"}
 
 
 class ApiError(Exception):
@@ -41,13 +44,16 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    def response(self) -> web.Response:
-        """Return the error as OpenAI's API sends it."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+    def response(self, *, is_anthropic: bool = False) -> web.Response:
+        """Return the error as the vendor's API sends it. For Anthropic's, `param` and `code` are additional."""
+        types, of_server = (_ANTHROPIC_TYPES, "api_error") if is_anthropic else (_TYPES, "server_error")
+        kind = types.get(self.status, of_server if self.status >= 500 else "invalid_request_error")
         # A message may quote the request, which may be long.
         error = {"message": str(self)[:2000], "type": kind, "param": self.param, "code": self.code}
-        # Without this header, OpenAI's clients repeat requests after 408, 429 and 5xx.
-        return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})
+        # Without this header, the vendors' clients repeat requests after 408, 429 and 5xx.
+        headers = {"x-should-retry": "false"}
+        body = {"type": "error", "error": error} if is_anthropic else {"error": error}
+        return web.json_response(body, status=self.status, headers=headers)
 
 
 _OTHER_DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
@@ -67,7 +73,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
@@ -78,87 +83,46 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Fields that the endpoint does not support. Only the listed values are accepted."""
+"""Fields that no API of the endpoint supports. Only the listed values are accepted."""
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _BYTES_PER_VALUE = 16
 """A request may have at most `max_body_bytes / _BYTES_PER_VALUE` JSON values: 256 Ki by default. Python takes up
 to 50 ms to make 256 Ki values, and stops all other threads for this time."""
 
-_Name = Annotated[str, Field(max_length=1024)]
+Name = Annotated[str, Field(max_length=1024)]
 # Without fail_fast, pydantic would make an error for each wrong item of a long list.
 _Objects = list[dict[str, Any]]
+Messages = Annotated[_Objects, Field(min_length=1, max_length=16_384, fail_fast=True)]
+Tools = Annotated[_Objects, Field(max_length=1024, fail_fast=True)]
+_Stops = Annotated[
+    list[Name],
+    Field(max_length=64, fail_fast=True),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+]
 
 BodyT = TypeVar("BodyT", bound="Body")
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream. If `include_usage` is true, the last chunk has the token counts."""
-
-    include_usage: bool = False
-
-
 class Body(BaseModel):
-    """The fields that requests for chat and for text completions share."""
+    """The fields that all requests for turns of the model share.
+
+    `unsupported` names fields that this API does not support here, with the values that are accepted.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
-    model: _Name | None = None
-    n: int = Field(default=1, ge=1, le=128)
-    stop: _Name | Annotated[list[_Name], Field(max_length=64, fail_fast=True)] = []
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model: Name | None = None
+    n: int = Field(default=1, ge=1, le=1)
+    stop: _Stops = Field(default=[], validation_alias=AliasChoices("stop", "stop_sequences"))
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: _Finite | None = Field(default=None, ge=0)
     top_p: _Finite | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = None
-    return_token_ids: bool = False
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Return the texts that end a response."""
-        return tuple([self.stop] if isinstance(self.stop, str) else self.stop)
-
-
-class ChatBody(Body):
-    """A request to `/v1/chat/completions`."""
-
-    messages: Annotated[_Objects, Field(min_length=1, max_length=16_384, fail_fast=True)]
-    tools: Annotated[_Objects, Field(max_length=1024, fail_fast=True)] = []
-    tool_choice: Any = "auto"
-    max_tokens: int | None = Field(
-        default=None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
-    logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=1)
-
-
-class CompletionBody(Body):
-    """A request to `/v1/completions`, with one or several prompts as texts or as token ids."""
-
-    prompt: Any
-    logprobs: int | None = Field(default=None, ge=0, le=1)
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Return all prompts. Raises ApiError if there is no prompt, or if one is neither text nor token ids."""
-        prompts: list[Any] = (
-            self.prompt if isinstance(self.prompt, list) and not _is_prompt(self.prompt) else [self.prompt]
-        )
-        if not prompts or any(item in ("", []) for item in prompts):
-            raise ApiError(400, "prompt is empty: give a text or token ids.", param="prompt")
-        if not all(map(_is_prompt, prompts)):
-            raise ApiError(
-                400, "prompt: expected a text, token ids, or a list of texts or of token ids.", param="prompt"
-            )
-        return prompts
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(type(token) is int for token in cast("list[Any]", value))
-    )
 
 
 def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
@@ -166,7 +130,7 @@ def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
 
     Args:
         raw: The bytes of the body.
-        kind: ChatBody or CompletionBody.
+        kind: The body of one API.
         config: The settings that limit requests.
 
     Raises:
@@ -181,14 +145,9 @@ def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
     if not isinstance(given, dict):
         raise ApiError(400, "The request is not a JSON object.", code="invalid_json")
     fields = {name: value for name, value in cast("dict[str, Any]", given).items() if value is not None}
-    for name, neutral in _UNSUPPORTED.items():
+    for name, neutral in {**_UNSUPPORTED, **kind.unsupported}.items():
         if name in fields and fields[name] not in neutral:
-            raise ApiError(
-                400,
-                f"{name}: {_shown(fields[name])} is not supported by this endpoint. Leave it out.",
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise unsupported(name, fields[name])
     for name, neutral in _OTHER_DISTRIBUTIONS.items():
         if not config.ignore_sampling and name in fields and fields[name] not in neutral:
             raise sampling_error(name, _shown(fields[name]), "samples without it")
@@ -203,10 +162,59 @@ def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
     return body
 
 
+def unsupported(name: str, value: Any) -> ApiError:
+    """Return the error for a field whose value the endpoint cannot honor."""
+    text = f"{name}: {_shown(value)} is not supported by this endpoint. Leave it out."
+    return ApiError(400, text, param=name, code="unsupported_parameter")
+
+
+def read_text(content: Any, field: str, types: Sequence[str] = ("text",)) -> str:
+    """Return the text of a message's content, which is a string or a list of parts of these types.
+
+    Raises:
+        BadRowError: If a part is an image or anything else that is no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRowError(field, f"is {describe(content)}, expected text or a list of text parts.")
+    parts = enumerate(cast("list[Any]", content))
+    return "".join(read_part(part, f"{field}[{place}]", types) for place, part in parts)
+
+
+def read_part(part: Any, field: str, types: Sequence[str] = ("text",)) -> str:
+    """Return the text of a part of these types. Raises BadRowError if it is an image or anything else."""
+    kind = kind_of(part, field)
+    if kind not in types or not isinstance(part.get("text"), str):
+        form = f'{{"type": "{types[0]}", "text": "..."}}'
+        raise BadRowError(field, f"is a part of type {kind[:80]!r}; only text parts {form} can be trained on.")
+    return part["text"]
+
+
+def kind_of(item: Any, field: str, default: str = "") -> str:
+    """Return the `type` of an item or a part of a request. Raises BadRowError if it has none."""
+    kind = item.get("type", default) if isinstance(item, dict) else ""
+    if not isinstance(kind, str) or not kind:
+        raise BadRowError(field, f"is {describe(item)}, expected an object with a type.")
+    return kind
+
+
+def as_functions(tools: Sequence[Mapping[str, Any]], kind: str, schema: str) -> list[dict[str, Any]] | None:
+    """Return tools that have name, description and schema as fields of their own as chat completions write them."""
+    found: list[dict[str, Any]] = []
+    for number, tool in enumerate(tools):
+        if tool.get("type", kind) != kind or not isinstance(tool.get("name"), str):
+            problem = f"has type {_shown(tool.get('type'))}. Only functions that have a name are supported."
+            raise BadRowError(f"tools[{number}]", problem)
+        function = {name: tool[name] for name in ("name", "description") if tool.get(name)}
+        found.append({"type": "function", "function": {**function, "parameters": tool.get(schema) or {}}})
+    return found or None
+
+
 def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
     """Return the run's sampling with the changes that this request asks for, within the run's limits."""
     most = run.max_new_tokens if body.max_tokens is None else min(body.max_tokens, run.max_new_tokens)
-    sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
+    sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *filter(None, body.stop)))
     if ignore_sampling:
         return sampling
     return replace(

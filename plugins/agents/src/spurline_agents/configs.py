@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HarnessConfig(EnvironmentConfig):
-    """An agent that talks to the model through an OpenAI-compatible endpoint. It gets the endpoint's base URL."""
+    """An agent that talks to the model through the API of OpenAI or Anthropic. It gets the endpoint's base URL."""
 
     retired: ClassVar[tuple[str, ...]] = (
         "max_buffered_bytes",

@@ -1,25 +1,26 @@
-"""Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of chunks.
+"""Let the model answer a request of any API. What is recorded does not depend on the API.
 
-A stream begins only when the turn is finished, so that an error before that can still set the HTTP status. `token_ids`
-and `prompt_token_ids` are in the same JSON objects as in answers of vLLM's server.
+A module per API (`Dialect`) translates requests into messages and tools as chat completions have them, and choices
+into its own JSON. A stream begins only when the turn is finished, so that an error before that can still set the HTTP
+status.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from pydantic import PrivateAttr
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, PluginError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
-from spurline_agents.bodies import ApiError, Body, ChatBody, CompletionBody, read_body, sampling_error, sampling_of
+from spurline_agents.bodies import ApiError, Body, BodyT, Tools, read_body, sampling_error, sampling_of
 from spurline_agents.configs import HarnessConfig
 from spurline_agents.sessions import LiveSession
 from spurline_concurrency.calls import all_or_none
@@ -27,7 +28,7 @@ from spurline_environments.tools import ToolCall, parse_calls
 from spurline_rl.chat_front import PrefixError, Reply
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_text.prompts import encode_prompt
-from spurline_text.rows.messages import read_messages, read_tools
+from spurline_text.rows.messages import Message, read_messages
 from spurline_text.rows.rows import BadRowError
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Choice:
         result: The tokens and logprobs of the answer, for training.
         prompt_ids: The tokens of the prompt.
         tool_calls: The tool calls in OpenAI's format.
+        reasoning: The model's thoughts before the answer, if they are told apart from `text`.
     """
 
     text: str
@@ -55,6 +57,7 @@ class Choice:
     result: GenerationResult
     prompt_ids: Sequence[int]
     tool_calls: tuple[dict[str, Any], ...] = ()
+    reasoning: str | None = None
 
     def message(self) -> dict[str, Any]:
         """Return the choice as a message of the conversation."""
@@ -64,26 +67,51 @@ class Choice:
 
 
 Generate = Callable[[], Awaitable[list[Choice]]]
+Conversation = tuple[list[Message], list[dict[str, Any]] | None]
+"""Messages and tools."""
+
+
+class ConversationBody(Body):
+    """A request that has a whole conversation, in the words of its API."""
+
+    tools: Tools = []
+    tool_choice: Any = "auto"
+    _so_far: Conversation = PrivateAttr(([], None))
+
+    def conversation(self, session: LiveSession) -> Conversation:
+        """Return the messages and the tools as chat completions have them. Raises ApiError or BadRowError."""
+        raise NotImplementedError
+
+    def goes_on_from(self, session: LiveSession, answer: Any, field: str) -> Conversation:
+        """Return the conversation up to and with the answer of this id. Raises ApiError if there is none."""
+        if not isinstance(answer, str) or answer not in session.answers:
+            text = f"{field}: this attempt has received no answer with this id that can be continued."
+            raise ApiError(400, text, param=field, code="previous_response_not_found")
+        return session.answers[answer]
+
+    def keep(self, session: LiveSession, answer: str, choice: Choice) -> None:
+        """Let later requests of the session go on from this choice, by the id of its answer."""
+        messages, tools = self._so_far
+        session.answers[answer] = [*messages, *read_messages([choice.message()], "answer")], tools
 
 
 class Answering:
-    """Answers requests of any session.
+    """Answers requests of any session, whatever their API.
 
-    `read_chat` and `read_completion` read a request, count its turns and encode its prompt. They may run on a thread,
-    because a large prompt takes long. They return the body, and a function that generates the choices. `write_chat` and
-    `write_completion` return the choices as a JSON object.
+    `read_chat` and `count_tokens` may run on a thread, because a large prompt takes long.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: HarnessConfig) -> None:
+        self.config = config
         self._tokenizer = tokenizer
-        self._config = config
         self._vocabulary = len(tokenizer)
 
-    def read_chat(self, session: LiveSession, raw: bytes) -> tuple[ChatBody, Generate]:
-        """Prepare `n` turns of a conversation. Raises ApiError, PrefixError, or AttemptFailedError."""
-        body = read_body(raw, ChatBody, self._config)
+    def read_chat(self, session: LiveSession, raw: bytes, kind: type[BodyT]) -> tuple[BodyT, Generate]:
+        """Prepare the model's next turn in a conversation, once for each choice. See `Dialect.read`."""
+        body = read_body(raw, kind, self.config)
+        assert isinstance(body, ConversationBody)
         with _errors_as_api_errors():
-            messages, tools = read_messages(body.messages, "messages"), read_tools(body.tools, "tools")
+            messages, tools = body.conversation(session)
         session.take_turns(body.n)
         with _errors_as_api_errors():
             chat, key = session.find(messages, tools)
@@ -91,8 +119,9 @@ class Answering:
             branches = [chat.fork() for _ in range(body.n)]
 
         async def generate() -> list[Choice]:
-            replies = await self._ask(session, body, lambda sampling: [branch.reply(sampling) for branch in branches])
-            choices = [self._choice(body, prompt, reply) for reply in replies]
+            replies = await self.ask(session, body, lambda sampling: [branch.reply(sampling) for branch in branches])
+            reads_calls = bool(tools) and body.tool_choice not in ("none", {"type": "none"})
+            choices = [self._choice(body, prompt, reply, reads_calls) for reply in replies]
             for branch, choice in zip(branches, choices, strict=True):
                 [message] = read_messages([choice.message()], "message")
                 session.remember(key, message, branch)
@@ -101,30 +130,20 @@ class Answering:
 
         return body, generate
 
-    def read_completion(self, session: LiveSession, raw: bytes) -> tuple[CompletionBody, Generate]:
-        """Prepare `n` continuations of each prompt. Raises ApiError or AttemptFailedError."""
-        body = read_body(raw, CompletionBody, self._config)
-        prompts = body.prompts
-        session.take_turns(body.n * len(prompts))
-        asked = [encoded for prompt in prompts for encoded in [self._encode(prompt)] * body.n]
+    def count_tokens(self, session: LiveSession, raw: bytes, kind: type[ConversationBody]) -> int:
+        """Return the number of tokens that the prompt of such a request has."""
+        body = read_body(raw, kind, self.config)
+        with _errors_as_api_errors():
+            messages, tools = body.conversation(session)
+            chat, _ = session.find(messages, tools, begins=False)
+            return len(chat.open_turn())
 
-        async def generate() -> list[Choice]:
-            results = await self._ask(
-                session, body, lambda sampling: [session.policy.generate(prompt, sampling) for prompt in asked]
-            )
-            return [
-                Choice(self._text(result, body), result.finish_reason, result, prompt)
-                for prompt, result in zip(asked, results, strict=True)
-            ]
-
-        return body, generate
-
-    async def _ask(
+    async def ask(
         self, session: LiveSession, body: Body, begin: Callable[[Sampling], list[Coroutine[Any, Any, T]]]
     ) -> list[T]:
         """Generate all turns of a request, or none."""
         run = session.policy.sampling
-        sampling = sampling_of(body, run, ignore_sampling=self._config.ignore_sampling)
+        sampling = sampling_of(body, run, ignore_sampling=self.config.ignore_sampling)
         try:
             return await all_or_none(begin(sampling), session.where, CANCEL_TIMEOUT_S)
         except PluginError as error:
@@ -135,25 +154,25 @@ class Answering:
                     raise sampling_error(name, f"{getattr(sampling, name):g}", own) from error
             raise
 
-    def _choice(self, body: ChatBody, prompt: Sequence[int], reply: Reply) -> Choice:
+    def _choice(self, body: Body, prompt: Sequence[int], reply: Reply, reads_calls: bool) -> Choice:
         result = reply.result
-        calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
-        # The agent gets the whole answer as text if one call is malformed, or has half of a surrogate pair in its name,
-        # which no client can send back.
-        if not calls or any(call.problem or not call.name.isprintable() for call in calls):
-            return Choice(self._text(result, body), result.finish_reason, result, prompt)
+        calls = parse_calls(reply.text) if reads_calls else []
+        # The agent gets the whole answer as text if one call is malformed, or could not be sent back.
+        if not calls or any(call.problem or not _can_come_back(call) for call in calls):
+            return Choice(self.text(result, body)[0], result.finish_reason, result, prompt)
         finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
         before = reply.text.partition("<tool_call>")[0].strip()
         return Choice(before, finish_reason, result, prompt, tuple(map(_as_openai, calls)))
 
-    def _text(self, result: GenerationResult, body: Body) -> str:
+    def text(self, result: GenerationResult, body: Body) -> tuple[str, str | None]:
+        """Return the text of a response without special tokens, and the stop text that has ended it, if one has."""
         text = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
-        if result.finish_reason != "stop":
-            return text
-        ends = [text.find(stop) for stop in body.stops if stop and stop in text]
-        return text[: min(ends)] if ends else text
+        stops = [stop for stop in body.stop if stop and stop in text] if result.finish_reason == "stop" else []
+        first = min(stops, key=text.find, default=None)
+        return text if first is None else text[: text.find(first)], first
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of the prompt of a text completion. Raises ApiError for ids that are no tokens."""
         if not isinstance(prompt, str):
             bad = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary), None)
             if bad is not None:
@@ -162,39 +181,7 @@ class Answering:
             return prompt
         return encode_prompt(self._tokenizer, prompt, is_chat=False)
 
-    def write_chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        written: list[dict[str, Any]] = []
-        for choice in choices:
-            logprobs = None
-            if body.logprobs:
-                entries = [
-                    {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-                    for text, logprob in self._tokens(choice)
-                ]
-                # The engine reports only the logprob of the sampled token.
-                logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
-            written.append({"message": {"refusal": None, **choice.message()}, "logprobs": logprobs})
-        prompt_ids = {"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}
-        return {**_completion("chat.completion", body, choices, written), **prompt_ids}
-
-    def write_completion(self, body: CompletionBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        written: list[dict[str, Any]] = []
-        for choice in choices:
-            logprobs = None
-            if body.logprobs is not None:
-                tokens = self._tokens(choice)
-                offsets = accumulate((len(text) for text, _ in tokens), initial=0)
-                logprobs = {
-                    "tokens": [text for text, _ in tokens],
-                    "token_logprobs": [logprob for _, logprob in tokens],
-                    "top_logprobs": [{text: logprob} for text, logprob in tokens] if body.logprobs else None,
-                    "text_offset": [offset for offset, _ in zip(offsets, tokens, strict=False)],
-                }
-            prompt_ids = {"prompt_token_ids": list(choice.prompt_ids)} if body.return_token_ids else {}
-            written.append({"text": choice.text, "logprobs": logprobs, **prompt_ids})
-        return _completion("text_completion", body, choices, written)
-
-    def _tokens(self, choice: Choice) -> list[tuple[str, float]]:
+    def tokens(self, choice: Choice) -> list[tuple[str, float]]:
         """Return the text of each token, and its logprob under the distribution that it was sampled from."""
         texts = [str(self._tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
         logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
@@ -216,54 +203,44 @@ def _errors_as_api_errors() -> Generator[None, None, None]:
         raise ApiError(400, "messages: nested too deeply.", param="messages") from error
 
 
+def _can_come_back(call: ToolCall) -> bool:
+    """Return whether `read_body` accepts a request with this call: no half surrogate pairs, NaN or too many levels."""
+    try:
+        # A request adds up to eight levels.
+        from_json(f"{'[' * 8}{json.dumps([call.name, dict(call.arguments)])}{']' * 8}", allow_inf_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _as_openai(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    # The tokens of a prompt count once, although each of its choices has them.
-    prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
-    completion = sum(len(choice.result.token_ids) for choice in choices)
-    return {
-        "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": body.model or MODEL_NAME,
-        "choices": [
-            {
-                "index": index,
-                **own,
-                "finish_reason": choice.finish_reason,
-                **({"token_ids": choice.result.token_ids.tolist()} if body.return_token_ids else {}),
-            }
-            for index, (choice, own) in enumerate(zip(choices, written, strict=True))
-        ],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
-    }
+class Dialect(Generic[BodyT]):
+    """One API of the endpoint, by default one whose streams have events with types."""
 
+    kind: type[BodyT]
 
-def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a stream: the parts of each choice, then the usage if the request asks for it."""
-    head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
-    is_chat = isinstance(body, ChatBody)
-    if is_chat:
-        head["object"] = "chat.completion.chunk"
-    for choice in answer["choices"]:
-        for part in _deltas(choice) if is_chat else [choice]:
-            yield {**head, "choices": [part]}
-            head.pop("prompt_token_ids", None)
-    if body.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": answer["usage"]}
+    def __init__(self, answering: Answering) -> None:
+        self.answering = answering
 
+    def read(self, session: LiveSession, raw: bytes) -> tuple[BodyT, Generate]:
+        """Read a request, count its turns and encode its prompt. Return a function that generates the choices.
 
-def _deltas(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield three parts of a choice: the role, the content with its tool calls, and the finish reason."""
-    index, message = choice["index"], choice["message"]
-    yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    delta: dict[str, Any] = {"content": message["content"] or ""}
-    if "tool_calls" in message:
-        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
-    whole = {name: value for name, value in choice.items() if name != "message"}
-    yield {**whole, "delta": delta, "finish_reason": None}
-    yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}
+        This may run on a thread, because a large prompt takes long. Raises ApiError, PrefixError or AttemptFailedError.
+        """
+        return self.answering.read_chat(session, raw, self.kind)
+
+    def write(self, session: LiveSession, body: BodyT, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer as a JSON object."""
+        raise NotImplementedError
+
+    def events(self, body: BodyT, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the parts of a stream that brings this answer."""
+        raise NotImplementedError
+
+    def stream(self, body: BodyT, answer: dict[str, Any]) -> list[bytes]:
+        """Return the parts as server-sent events."""
+        return [f"event: {part['type']}\ndata: {json.dumps(part)}\n\n".encode() for part in self.events(body, answer)]

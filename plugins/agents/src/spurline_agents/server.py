@@ -1,4 +1,4 @@
-"""Serve the sessions of a run over HTTP, and report errors as OpenAI's API does.
+"""Serve the sessions of a run over HTTP, in the APIs of OpenAI and Anthropic, and report errors as those do.
 
 One server serves all attempts, on the event loop of the environment. The API key tells which attempt sends a request.
 """
@@ -20,10 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
-from spurline_agents.bodies import ApiError, Body, BodyT
+from spurline_agents.bodies import ApiError
+from spurline_agents.chat_completions import ChatCompletions, Completions
 from spurline_agents.configs import HarnessConfig
-from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, chunks
-from spurline_agents.sessions import LiveSession
+from spurline_agents.messages import AnthropicMessages, CountBody
+from spurline_agents.responses import MODEL_NAME, Answering, Choice, Dialect
+from spurline_agents.responses_api import Responses
+from spurline_agents.sessions import SMALL_BYTES, LiveSession
 from spurline_concurrency.calls import end_tasks
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.protocols.environment import PolicyHandle
@@ -53,23 +56,28 @@ _quiet.setLevel(logging.CRITICAL)
 
 
 class HarnessServer:
-    """An OpenAI-compatible server for all sessions. It listens at `base_url` from `start` until `stop`."""
+    """A server of the vendors' APIs for all sessions. It listens at `base_url` from `start` until `stop`."""
 
     def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        # The open sessions, by the header `Authorization` of their requests.
+        # The open sessions, by their keys.
         self._sessions: dict[str, LiveSession] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="harness-request")
         # The connections with a running request.
         self._busy: set[web.RequestHandler] = set()
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/v1/models", self._models)
-        answering = Answering(tokenizer, config)
-        chat = partial(self._answer, read=answering.read_chat, write=answering.write_chat)
-        app.router.add_post("/v1/chat/completions", chat)
-        complete = partial(self._answer, read=answering.read_completion, write=answering.write_completion)
-        app.router.add_post("/v1/completions", complete)
+        self._answering = answering = Answering(tokenizer, config)
+        dialects: dict[str, Dialect[Any]] = {
+            "chat/completions": ChatCompletions(answering),
+            "completions": Completions(answering),
+            "messages": AnthropicMessages(answering),
+            "responses": Responses(answering),
+        }
+        for path, dialect in dialects.items():
+            app.router.add_post(f"/v1/{path}", partial(self._answer, dialect=dialect))
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         self._runner = web.AppRunner(
             app,
             logger=_quiet,
@@ -123,12 +131,12 @@ class HarnessServer:
     def open(self, policy: PolicyHandle, where: str) -> LiveSession:
         """Serve a new session, whose key is for its agent alone."""
         session = LiveSession(policy, self._tokenizer, self._config, where, self._threads)
-        self._sessions[f"Bearer {session.key}"] = session
+        self._sessions[session.key] = session
         return session
 
     async def end(self, session: LiveSession) -> None:
         """Stop serving this session, and cancel its running requests. Their answers are not recorded."""
-        self._sessions.pop(f"Bearer {session.key}", None)
+        self._sessions.pop(session.key, None)
         await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
 
     async def stop(self) -> None:
@@ -144,34 +152,51 @@ class HarnessServer:
         self._busy.add(request.protocol)
         try:
             return await handler(request)
-        except ApiError as error:
-            return error.response()
-        except web.RequestPayloadError as error:
-            return ApiError(400, f"The request's body is broken: {error}.", code="invalid_body").response()
         except (ConnectionError, TimeoutError):
             # The client is gone, or does not read its answer.
             raise
-        except web.HTTPException as error:
-            text = f"{request.method} {request.path}: {error.reason}. Below the base URL, there are only"
-            return ApiError(
-                error.status, f"{text} /models, /chat/completions and /completions.", code="unknown_url"
-            ).response()
         except Exception as error:
-            session = self._sessions.get(request.headers.get("Authorization", ""))
-            if session is None:
+            answer = self._api_error(request, error)
+            if answer is None:
                 raise
-            session.fail(error)
-            if isinstance(error, PrefixError):
-                return ApiError(400, str(error), param="messages", code="history_rewritten").response()
-            text = f"{session.where}: the attempt has failed: {error}"
-            return ApiError(500, text, code="attempt_failed").response()
+            return answer.response(is_anthropic=request.path.startswith("/v1/messages"))
         finally:
             self._busy.discard(request.protocol)
 
+    def _api_error(self, request: web.Request, error: Exception) -> ApiError | None:
+        """Return what the client is told, or None if the error belongs to no attempt. Others may end their attempt."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, web.RequestPayloadError):
+            return ApiError(400, f"The request's body is broken: {error}.", code="invalid_body")
+        if isinstance(error, web.HTTPException):
+            paths = "/models, /chat/completions, /completions, /responses, /messages and /messages/count_tokens"
+            text = f"{request.method} {request.path}: {error.reason}. Below the base URL, there are only {paths}."
+            return ApiError(error.status, text, code="unknown_url")
+        session = self._find(request)
+        if session is None:
+            return None
+        session.fail(error)
+        if isinstance(error, PrefixError):
+            return ApiError(400, str(error), param="messages", code="history_rewritten")
+        return ApiError(500, f"{session.where}: the attempt has failed: {error}", code="attempt_failed")
+
+    def _find(self, request: web.Request) -> LiveSession | None:
+        # OpenAI's clients send the key as a bearer, and those of Anthropic in either way.
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        keys = (request.headers.get("x-api-key", ""), bearer if scheme == "Bearer" else "")
+        return next((self._sessions[key] for key in keys if key in self._sessions), None)
+
     def _session(self, request: web.Request) -> LiveSession:
-        session = self._sessions.get(request.headers.get("Authorization", ""))
+        session = self._find(request)
         if session is None:
             raise _invalid_key()
+        if len(session.calls) >= _MOST_CALLS:
+            raise ApiError(
+                429,
+                f"{session.where}: the attempt has {_MOST_CALLS} requests under way. Wait until some have ended.",
+                code="too_many_requests",
+            )
         return session
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -179,35 +204,40 @@ class HarnessServer:
         model = {"id": MODEL_NAME, "object": "model", "created": int(time.time()), "owned_by": "spurline"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _answer(
-        self,
-        request: web.Request,
-        read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
-        write: Callable[[BodyT, list[Choice]], dict[str, Any]],
-    ) -> web.StreamResponse:
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the length of a prompt, which is no turn."""
+        session = self._session(request)
+        read = partial(self._answering.count_tokens, kind=CountBody)
+        # An agent may count as often as it likes, so this is never done on the event loop.
+        reading = asyncio.ensure_future(self._read(request, session, read, SMALL_BYTES + 1))
+        return web.json_response({"input_tokens": await self._in_session(session, reading)})
+
+    async def _read(
+        self, request: web.Request, session: LiveSession, read: Callable[[LiveSession, bytes], T], num_bytes: int = 0
+    ) -> T:
+        """Receive the body and read it, as if it had at least `num_bytes`."""
+        # The body is read in a separate function, so that `raw` is freed before the model generates.
+        async with session.bodies:
+            raw = await _receive(request, self._config.max_body_bytes)
+            return await session.work(max(len(raw), num_bytes), lambda: read(session, raw))
+
+    async def _answer(self, request: web.Request, dialect: Dialect[Any]) -> web.StreamResponse:
         """Generate the answer to a request and send it. The turns count as soon as all but the last part are sent."""
         session = self._session(request)
-        if len(session.calls) >= _MOST_CALLS:
-            raise ApiError(
-                429,
-                f"{session.where}: the attempt has {_MOST_CALLS} requests under way. Wait until some have ended.",
-                code="too_many_requests",
-            )
 
-        async def prepare() -> tuple[BodyT, Generate]:
-            # The body is read in a separate function, so that `raw` is freed before the model generates.
-            async with session.bodies:
-                raw = await _receive(request, self._config.max_body_bytes)
-                return await session.work(len(raw), lambda: read(session, raw))
-
-        async def work() -> tuple[Body, list[Choice], list[bytes]]:
-            body, generate = await prepare()
+        async def work() -> tuple[bool, list[Choice], list[bytes]]:
+            body, generate = await self._read(request, session, dialect.read)
             choices = await generate()
-            size = sum(len(choice.result.token_ids) for choice in choices) * _BYTES_PER_TOKEN
-            return body, choices, await session.work(size, lambda: _parts(body, write(body, choices)))
 
-        body, choices, parts = await self._in_session(session, asyncio.ensure_future(work()))
-        if body.stream:
+            def parts() -> list[bytes]:
+                answer = dialect.write(session, body, choices)
+                return dialect.stream(body, answer) if body.stream else [json.dumps(answer).encode()]
+
+            size = sum(len(choice.result.token_ids) for choice in choices) * _BYTES_PER_TOKEN
+            return body.stream, choices, await session.work(size, parts)
+
+        is_stream, choices, parts = await self._in_session(session, asyncio.ensure_future(work()))
+        if is_stream:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         else:
             response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
@@ -278,17 +308,10 @@ async def _receive(request: web.Request, limit: int) -> bytes:
     return bytes(data)
 
 
-def _parts(body: Body, answer: dict[str, Any]) -> list[bytes]:
-    """Return the parts in which the answer is sent: one JSON object, or the events of a stream."""
-    if not body.stream:
-        return [json.dumps(answer).encode()]
-    return [*(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks(body, answer)), b"data: [DONE]\n\n"]
-
-
 def _invalid_key() -> ApiError:
     return ApiError(
         401,
         "The API key is missing or wrong, or its attempt has ended: send the session's api_key as `Authorization: "
-        "Bearer ...`.",
+        "Bearer ...` or `x-api-key: ...`.",
         code="invalid_api_key",
     )

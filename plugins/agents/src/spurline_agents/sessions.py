@@ -1,7 +1,8 @@
 """Keep the state of one attempt on the server: its turns, its conversations, its running requests, and its failure.
 
-The API has no state: each request has the whole conversation. If it begins with the text of a conversation that the
-session knows, the tokens that the model generated are reused. Otherwise, a new conversation begins.
+The APIs have no state, except for the ids of responses: each request has the whole conversation. If it begins with the
+text of a conversation that the session knows, the tokens that the model generated are reused. Otherwise, a new
+conversation begins.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ class LiveSession:
         """Conversations that the agent has begun."""
         self.last_chat: ChatFront | None = None
         """The conversation to which the model's latest turn belongs."""
+        self.answers: dict[str, tuple[list[Message], list[dict[str, Any]] | None]] = {}
+        """The messages up to and with an answer, and the tools, by the answer's id."""
         self.bodies = asyncio.Semaphore(_MOST_BODIES)
         """Limits the number of request bodies that are in memory at a time."""
         self.calls: set[asyncio.Future[Any]] = set()
@@ -151,8 +154,12 @@ class LiveSession:
                 await asyncio.wait([working])
                 raise
 
-    def find(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[ChatFront, bytes]:
+    def find(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, begins: bool = True
+    ) -> tuple[ChatFront, bytes]:
         """Return a conversation that ends with these messages, and its key for `remember`.
+
+        If it is not known, it counts as begun, unless `begins` is false.
 
         Raises:
             DataError: If the tokenizer has no chat template.
@@ -168,7 +175,7 @@ class LiveSession:
             chat = known.fork()
             chat.add(*messages[start:])
             return chat, key
-        self.num_conversations += 1
+        self.num_conversations += begins
         history = self._config.history
         chat = ChatFront(self.policy, self._tokenizer, messages, tools=tools, history=history, where=self.where)
         return chat, key
