@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from pydantic import BeforeValidator, Field
 
@@ -67,6 +67,16 @@ class ToolsConfig(RewardedEnvironmentConfig):
                     f"is '{path}', which is neither `module:function`, `file.py:function` nor a built-in tool."
                     f"{suggestion(path, BUILT_IN_TOOLS)} Built-in: {listing(BUILT_IN_TOOLS)}.",
                 )
+
+
+@runtime_checkable
+class WeighsRewards(Protocol):
+    """Settings of a source that adds reward terms up."""
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]: ...
+    @property
+    def overlong(self) -> object: ...
 
 
 class AttemptLimits(Section):
@@ -143,7 +153,7 @@ class ByRowConfig(EnvironmentConfig):
                     f"is {asked}, more than source.sampling.max_new_tokens: {longest}, the limit of every turn. Lower "
                     "it, or raise that one.",
                 )
-            elif asked is not None and getattr(run.source, "overlong", None) is not None:
+            elif asked is not None and isinstance(run.source, WeighsRewards) and run.source.overlong is not None:
                 yield Problem(
                     f"limits.{label}.max_new_tokens",
                     "is set, but source.overlong counts from source.sampling.max_new_tokens. Remove one of them.",
@@ -203,7 +213,7 @@ class ByEnvironmentConfig(AdvantageConfig):
         for label in self.advantages.keys() - environments.keys():
             yield Problem(f"advantages.{label}", unknown_environment(label, environments))
         for label, terms in environments.items():
-            weights = getattr(run.source, "reward_weights", {})
+            weights = run.source.reward_weights if isinstance(run.source, WeighsRewards) else {}
             if self.advantages.get(label, self.other).weighs_terms and weights.keys() & (terms or weights):
                 setting = f"advantages.{label}" if label in self.advantages else "other"
                 yield Problem(setting, "weighs reward terms itself. Set its `weights`, and not source.reward_weights.")
