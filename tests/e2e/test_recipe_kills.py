@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from async_runs import kept_attempts
 from config_files import merged
 from every_run import IN_LONG_RUNS, SOAK
 from run_helpers import Config, KillableProcess, assert_same_run, kept_steps, train, write_pairs, write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from spurline_models.testing import write_tiny_model
 
@@ -75,6 +77,14 @@ RECIPES = {
         {**SCORES, "source": "scored_steps", "loss": "step_reward", "data.train": "steps.jsonl"},
         rises=("reward_model/accuracy",),
     ),
+    "reward of a frozen model": Recipe(
+        {
+            "plugins": ["reward_models"],
+            "model.frozen": {"judge": {"path": "scorer", "head": "score"}},
+            "source.environment.rewards.judged": {"name": "model", "role": "judge"},
+        },
+        rollouts=True,
+    ),
     "dppo with top_p": Recipe(
         {
             "plugins": ["objectives"],
@@ -105,7 +115,10 @@ def write_files(folder: Path) -> None:
     (folder / "examples").symlink_to(EXAMPLES)
     write_pairs(folder / "pairs.jsonl", 30, seed=0)
     write_pairs(folder / "held_out.jsonl", 11, seed=1)
-    write_tiny_model(folder / "teacher", seed=5)
+    teacher = write_tiny_model(folder / "teacher", seed=5)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(teacher, num_labels=1).save_pretrained(folder / "scorer")
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(folder / "scorer")
     for name, count in (("rows", 14), ("others", 9)):
         said = [(f"say {number} {name}", str(number) * (1 + number % 4)) for number in range(count)]
         rows: list[dict[str, Any]] = [
