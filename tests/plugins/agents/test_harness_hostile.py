@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
 import logging
@@ -759,7 +760,7 @@ async def send_any(session: Session, draws: random.Random) -> int:
     if kind == "field":
         body[draws.choice(FIELDS)] = draws.choice(GARBAGE)
     if kind == "part":
-        body = put_garbage(body, draws)
+        body = put_garbage(copy.deepcopy(body), draws)
     if kind == "huge":
         text = draws.choice(["x", "long words ", "\n", "\u00e9", "[,", " "]) * draws.randrange(10_000, 100_000)
         huge = [
