@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -69,16 +69,6 @@ class ToolsConfig(RewardedEnvironmentConfig):
                 )
 
 
-@runtime_checkable
-class WeighsRewards(Protocol):
-    """Settings of a source that adds reward terms up."""
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]: ...
-    @property
-    def overlong(self) -> object: ...
-
-
 class AttemptLimits(Section):
     """Limits of the attempts in one environment."""
 
@@ -126,12 +116,8 @@ class ByRowConfig(EnvironmentConfig):
     def most_turns(self) -> int:
         return max(part.most_turns for part in self.environments.values())
 
-    def most_tokens(self, max_new_tokens: int) -> int:
-        limits = {label: self.limits.get(label, AttemptLimits()) for label in self.environments}
-        return max(
-            part.most_tokens(limits[label].max_new_tokens or max_new_tokens)
-            for label, part in self.environments.items()
-        )
+    def turn_tokens(self, label: str, max_new_tokens: int) -> int:
+        return self.limits.get(label, AttemptLimits()).max_new_tokens or max_new_tokens
 
     @property
     def tool_names(self) -> Collection[str]:
@@ -152,11 +138,6 @@ class ByRowConfig(EnvironmentConfig):
                     f"limits.{label}.max_new_tokens",
                     f"is {asked}, more than source.sampling.max_new_tokens: {longest}, the limit of every turn. Lower "
                     "it, or raise that one.",
-                )
-            elif asked is not None and isinstance(run.source, WeighsRewards) and run.source.overlong is not None:
-                yield Problem(
-                    f"limits.{label}.max_new_tokens",
-                    "is set, but source.overlong counts from source.sampling.max_new_tokens. Remove one of them.",
                 )
         for term, role in self.model_rewards.items():
             parts = {label: part for label, part in self.environments.items() if term in (part.reward_terms or ())}
@@ -206,17 +187,16 @@ class ByEnvironmentConfig(AdvantageConfig):
     def divides_by_spread(self) -> bool:
         return any(part.divides_by_spread for part in self._all)
 
+    @property
+    def weighs_terms(self) -> bool:
+        return any(part.weighs_terms for part in self._all)
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         environments = terms_by_environment(run.source)
         if "" in environments:
             yield Problem("name", "is by_environment, but the run has one environment. Choose its advantage itself.")
         for label in self.advantages.keys() - environments.keys():
             yield Problem(f"advantages.{label}", unknown_environment(label, environments))
-        for label, terms in environments.items():
-            weights = run.source.reward_weights if isinstance(run.source, WeighsRewards) else {}
-            if self.advantages.get(label, self.other).weighs_terms and weights.keys() & (terms or weights):
-                setting = f"advantages.{label}" if label in self.advantages else "other"
-                yield Problem(setting, "weighs reward terms itself. Set its `weights`, and not source.reward_weights.")
         if self.uses_critic and not all(part.uses_critic for part in self._all):
             yield Problem(
                 "advantages",
