@@ -22,14 +22,11 @@ _TABLE = {
     "models": """
         optimizer/adamw optimizer/adamw_8bit optimizer/sgd optimizer/muon schedule/constant schedule/linear
         schedule/cosine schedule/wsd backend/local loss/cross_entropy loss/dft evaluation/loss command/export
-        command/generate
-    """,
+        command/generate""",
     "preference": """
-        source/preference source/labels loss/dpo loss/simpo loss/cpo loss/orpo loss/kto report_panel/preference
-    """,
+        source/preference source/labels loss/dpo loss/simpo loss/cpo loss/orpo loss/kto report_panel/preference""",
     "reward_models": """
-        source/scored_steps loss/bradley_terry loss/step_reward reward/model reward/judge report_panel/reward_model
-    """,
+        source/scored_steps loss/bradley_terry loss/step_reward reward/model reward/judge report_panel/reward_model""",
     "rl": """
         source/rollouts collator/rollouts order/reward_adaptive evaluation/answers evaluation/rollouts
         minibatches/by_prompt loss/policy_gradient loss/ppo loss/gspo loss/cispo loss/sapo loss/value correction/tis
@@ -37,31 +34,28 @@ _TABLE = {
         advantage/rloo advantage/maxrl advantage/reinforce_pp advantage/gae environment/single_turn environment/custom
         rollout_engine/in_process reward/exact_match reward/function reward/math_verify report_panel/reward
         report_panel/groups report_panel/responses report_panel/policy report_panel/mismatch section/critic
-        section/evaluation.generate
-    """,
+        section/evaluation.generate""",
     "ranks": "section/cluster",
     "insight": """
         report_panel/summary report_panel/health report_panel/loss report_panel/evaluation report_panel/learning_rate
         report_panel/gradient report_panel/throughput report_panel/time_split report_panel/sample_lengths
-        report_panel/packing report_panel/samples report_panel/config section/report command/report command/view
-    """,
+        report_panel/packing report_panel/samples report_panel/config section/report command/report command/view""",
     "planning": "command/data command/doctor command/init command/plan",
     "trackers": """
         tracker/tensorboard tracker/wandb tracker/mlflow tracker/trackio tracker/swanlab tracker/opentelemetry
-        tracker/prometheus
-    """,
+        tracker/prometheus""",
     "collation_fast": "tokenization/parallel prefetch/async command/cache",
     "async_rl": """
         source/async_rollouts source/recorded_rollouts rollout_engine/child_process rollout_engine/vllm
         weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective weight_sync/cuda_ipc
-        weight_sync/vllm_native report_panel/rollout_timeline command/simulate
-    """,
-    "environments": "environment/tools environment/by_row advantage/by_environment report_panel/environments",
-    "agents": "environment/harness",
+        weight_sync/vllm_native report_panel/rollout_timeline command/simulate""",
+    "environments": """
+        environment/tools environment/by_row environment/gymnasium environment/openenv advantage/by_environment
+        report_panel/environments""",
+    "agents": "environment/harness environment/verifiers dataset/verifiers",
     "distillation": "loss/distillation advantage/teacher scorer/served_teacher scorer/privileged_prompt",
     "objectives": """
-        loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop advantage/gdpo advantage/turn_grpo
-    """,
+        loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop advantage/gdpo advantage/turn_grpo""",
     "evals": "evaluation/lm_eval",
     "curricula": "order/mixture order/success_mixture",
     "fsdp_backend": "backend/fsdp",

@@ -14,7 +14,7 @@ from aiohttp import web
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from spurline_agents.configs import HarnessConfig
+from spurline_agents.configs import EndpointConfig
 from spurline_rl.protocols.rollout_engine import Sampling
 from spurline_text.rows.rows import BadRowError, describe
 
@@ -125,7 +125,7 @@ class Body(BaseModel):
     seed: int | None = None
 
 
-def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
+def read_body(raw: bytes, kind: type[BodyT], config: EndpointConfig) -> BodyT:
     """Read a request.
 
     Args:

@@ -1,14 +1,15 @@
-"""Settings of the environment `harness`: the agent, its rewards, and the endpoint that it talks to."""
+"""Settings of the environments `harness` and `verifiers`, and of the endpoint that agents talk to."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume
 from spurline.errors import Problem
+from spurline.protocols.dataset import DatasetConfig
 from spurline_rl.function_settings import FunctionSetting
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.environment import EnvironmentConfig
@@ -18,7 +19,38 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 
-class HarnessConfig(EnvironmentConfig):
+class EndpointConfig(EnvironmentConfig):
+    """Base of the configs of environments that serve the model at the recording endpoint."""
+
+    history: Literal["exact", "retokenize"] = "exact"
+    """`exact`: the prompt of a later turn begins with the exact tokens of the turns before it. A chat template that
+    rewrites those turns is an error. `retokenize`: each prompt is rendered and encoded from its messages."""
+    ignore_sampling: bool = False
+    """Ignore the temperature, top_p, top_k, penalties and seed of a request. If false, a request that asks for
+    sampling different from the run's is refused."""
+    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
+    """Maximum number of turns of the model in one attempt. Further requests are refused."""
+    host: Annotated[str, OnResume.FREE] = "127.0.0.1"
+    """Address to listen on. Other machines can connect to an address that is not loopback; they need the key too."""
+    port: Annotated[int, OnResume.FREE] = Field(default=0, ge=0, le=65535)
+    """Port to listen on. With 0, the system chooses a free one."""
+    public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
+    """The address that agents get instead of host and port, such as `http://10.0.0.3:8000`."""
+    max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=4 * 2**20, gt=0)
+    """Limit of a request's bytes. Brackets, braces, colons and commas together may be at most 1/16 of this number."""
+    request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds that one request may take. This includes waiting for the engine and for an update of the weights."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.host in ("", "0.0.0.0", "::") and self.public_url is None:
+            yield Problem(
+                "public_url",
+                f"is missing, and agents cannot connect to host '{self.host}'. Set public_url: http://ADDRESS:PORT "
+                "with this machine's address, and a port.",
+            )
+
+
+class HarnessConfig(EndpointConfig):
     """An agent that talks to the model through the API of OpenAI or Anthropic. It gets the endpoint's base URL."""
 
     retired: ClassVar[tuple[str, ...]] = (
@@ -44,24 +76,6 @@ class HarnessConfig(EnvironmentConfig):
     """GiB of address space that each process of the program may take (RLIMIT_AS). If null, there is no limit."""
     rewards: RewardTable | None = None
     """Reward components that score the agent's answer. The agent then returns the answer as text, or nothing."""
-    history: Literal["exact", "retokenize"] = "exact"
-    """`exact`: the prompt of a later turn begins with the exact tokens of the turns before it. A chat template that
-    rewrites those turns is an error. `retokenize`: each prompt is rendered and encoded from its messages."""
-    ignore_sampling: bool = False
-    """Ignore the temperature, top_p, top_k, penalties and seed of a request. If false, a request that asks for
-    sampling different from the run's is refused."""
-    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
-    """Maximum number of turns of the model in one attempt. Further requests are refused."""
-    host: Annotated[str, OnResume.FREE] = "127.0.0.1"
-    """Address to listen on. Other machines can connect to an address that is not loopback; they need the key too."""
-    port: Annotated[int, OnResume.FREE] = Field(default=0, ge=0, le=65535)
-    """Port to listen on. With 0, the system chooses a free one."""
-    public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
-    """The address that agents get instead of host and port, such as `http://10.0.0.3:8000`."""
-    max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=4 * 2**20, gt=0)
-    """Limit of a request's bytes. Brackets, braces, colons and commas together may be at most 1/16 of this number."""
-    request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that one request may take. This includes waiting for the engine and for an update of the weights."""
 
     @property
     def reward_terms(self) -> Collection[str] | None:
@@ -78,9 +92,40 @@ class HarnessConfig(EnvironmentConfig):
         for key in ("pass_env", "memory_gb"):
             if self.command is None and getattr(self, key):
                 yield Problem(key, "is for programs (`command`), and this agent is a function. Remove it.")
-        if self.host in ("", "0.0.0.0", "::") and self.public_url is None:
-            yield Problem(
-                "public_url",
-                f"is missing, and agents cannot connect to host '{self.host}'. Set public_url: http://ADDRESS:PORT "
-                "with this machine's address, and a port.",
-            )
+        yield from super().problems(run)
+
+
+class VerifiersConfig(EndpointConfig):
+    """An environment of the library verifiers: a taskset, its rewards, and the agents that play it."""
+
+    name: str = "verifiers"
+    taskset: Annotated[str, FunctionSetting(), OnResume.BY_NAME] = Field(min_length=1)
+    """The taskset: the id of an installed package, such as `textarena`, or a class of your own, as `module:Class` or
+    `file.py:Class`."""
+    arguments: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
+    """Settings of the taskset."""
+    env: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
+    """Other settings of the library's block `env`, such as `{agent: {max_turns: 4}}`."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if "taskset" in self.env:
+            yield Problem("env.taskset", "is written as `taskset` and `arguments` of this environment. Move it there.")
+        yield from super().problems(run)
+
+
+class VerifiersRowsConfig(DatasetConfig):
+    """The tasks of a taskset of the library verifiers, one row each."""
+
+    name: str = "verifiers"
+    taskset: Annotated[str, FunctionSetting(), OnResume.BY_NAME] = Field(min_length=1)
+    """The taskset, as in the environment `verifiers`."""
+    arguments: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
+    """Settings of the taskset."""
+    skip: int = Field(default=0, ge=0)
+    """Tasks to leave out at the beginning."""
+    limit: int | None = Field(default=None, gt=0)
+    """Largest number of tasks. A taskset without an end needs it."""
+
+    @property
+    def place(self) -> str:
+        return self.label or self.taskset.rpartition(":")[2]

@@ -7,8 +7,8 @@ that the agent receives is one Turn of the Trajectory. The agent's result gives 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +27,22 @@ from spurline_rl.scoring import checked_score, close_all, make_rewards, reward_t
 from spurline_rl.trajectory import Trajectory
 from spurline_text.prompts import ChatQuestion, TextQuestion, read_question
 from spurline_text.rows.rows import BadRowError
+
+T = TypeVar("T")
+
+
+async def result_of(work: Coroutine[Any, Any, T], live: LiveSession) -> T:
+    """Return the result of an agent. If its session fails, cancel the agent and raise that error."""
+    agent = asyncio.ensure_future(work)
+    failed = asyncio.ensure_future(live.failed.wait())
+    try:
+        await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
+        # Look at the failure of the session first, since it may be the cause of the agent's own error.
+        if live.failure is not None:
+            raise live.failure
+        return agent.result()
+    finally:
+        await end_tasks([agent, failed], f"{live.where}: the agent", CANCEL_TIMEOUT_S)
 
 
 class HarnessEnvironment:
@@ -69,7 +85,7 @@ class HarnessEnvironment:
             location=task.location,
         )
         try:
-            value = await self._attempt(live, session)
+            value = await result_of(self._agent(session), live)
         finally:
             await server.end(live)
         return await self._trajectory(live, session, value)
@@ -87,19 +103,6 @@ class HarnessEnvironment:
                 await server.start()
                 self._server = server
         return self._server
-
-    async def _attempt(self, live: LiveSession, session: Session) -> Any:
-        """Run the agent and return its result. The caller sets a time limit."""
-        agent = asyncio.ensure_future(self._agent(session))
-        failed = asyncio.ensure_future(live.failed.wait())
-        try:
-            await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
-            # Look at the failure of the session first, since it may be the cause of the agent's own error.
-            if live.failure is not None:
-                raise live.failure
-            return agent.result()
-        finally:
-            await end_tasks([agent, failed], f"{live.where}: the agent", CANCEL_TIMEOUT_S)
 
     async def _trajectory(self, live: LiveSession, session: Session, value: Any) -> Trajectory:
         turns = live.policy.turns

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import DataError, PluginError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError, Body, BodyT, Tools, read_body, sampling_error, sampling_of
-from spurline_agents.configs import HarnessConfig
+from spurline_agents.configs import EndpointConfig
 from spurline_agents.sessions import LiveSession
 from spurline_concurrency.calls import all_or_none
 from spurline_environments.tools import ToolCall, parse_calls
@@ -101,7 +101,7 @@ class Answering:
     `read_chat` and `count_tokens` may run on a thread, because a large prompt takes long.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: HarnessConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: EndpointConfig) -> None:
         self.config = config
         self._tokenizer = tokenizer
         self._vocabulary = len(tokenizer)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import resource
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from spurline.errors import ConfigError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError
 from spurline_agents.chat_completions import ChatCompletions, Completions
-from spurline_agents.configs import HarnessConfig
+from spurline_agents.configs import EndpointConfig
 from spurline_agents.messages import AnthropicMessages, CountBody
 from spurline_agents.responses import MODEL_NAME, Answering, Choice, Dialect
 from spurline_agents.responses_api import Responses
@@ -47,6 +48,8 @@ _MOST_CONNECTIONS = 4096
 _BACKLOG = 1024
 _MOST_CALLS = 64
 """Maximum number of running requests of one session. Each keeps a connection open."""
+FORWARDED_KEY, FORWARDED_NAME = "X-Spurline-Key", "X-Session-ID"
+"""Headers of a proxy's requests: its key, and its name of the session."""
 _BYTES_PER_TOKEN = 32
 """Writing one token of an answer takes about as long as reading this many bytes of a request."""
 
@@ -58,9 +61,11 @@ _quiet.setLevel(logging.CRITICAL)
 class HarnessServer:
     """A server of the vendors' APIs for all sessions. It listens at `base_url` from `start` until `stop`."""
 
-    def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: EndpointConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self.forwarding_key = secrets.token_urlsafe(32)
+        """The key of a proxy in this process that serves many sessions. Agents do not get it."""
         # The open sessions, by their keys.
         self._sessions: dict[str, LiveSession] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="harness-request")
@@ -134,9 +139,15 @@ class HarnessServer:
         self._sessions[session.key] = session
         return session
 
+    def forward(self, session: LiveSession, name: str) -> None:
+        """Let a proxy that knows `forwarding_key` send requests of this session, under a name of its own."""
+        session.forwarded.add(f"{self.forwarding_key} {name}")
+        self._sessions[f"{self.forwarding_key} {name}"] = session
+
     async def end(self, session: LiveSession) -> None:
         """Stop serving this session, and cancel its running requests. Their answers are not recorded."""
-        self._sessions.pop(session.key, None)
+        for key in (session.key, *session.forwarded):
+            self._sessions.pop(key, None)
         await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
 
     async def stop(self) -> None:
@@ -182,9 +193,11 @@ class HarnessServer:
         return ApiError(500, f"{session.where}: the attempt has failed: {error}", code="attempt_failed")
 
     def _find(self, request: web.Request) -> LiveSession | None:
+        headers = request.headers
         # OpenAI's clients send the key as a bearer, and those of Anthropic in either way.
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        keys = (request.headers.get("x-api-key", ""), bearer if scheme == "Bearer" else "")
+        scheme, _, bearer = headers.get("Authorization", "").partition(" ")
+        forwarded = f"{headers.get(FORWARDED_KEY, '')} {headers.get(FORWARDED_NAME, '')}"
+        keys = (headers.get("x-api-key", ""), bearer if scheme == "Bearer" else "", forwarded)
         return next((self._sessions[key] for key in keys if key in self._sessions), None)
 
     def _session(self, request: web.Request) -> LiveSession:

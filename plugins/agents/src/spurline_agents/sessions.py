@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
 from spurline_agents.bodies import ApiError
-from spurline_agents.configs import HarnessConfig
+from spurline_agents.configs import EndpointConfig
 from spurline_rl.chat_front import ChatFront
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
@@ -107,7 +107,7 @@ class LiveSession:
         self,
         policy: PolicyHandle,
         tokenizer: PreTrainedTokenizerBase,
-        config: HarnessConfig,
+        config: EndpointConfig,
         where: str,
         threads: ThreadPoolExecutor,
     ) -> None:
@@ -115,6 +115,8 @@ class LiveSession:
         self.where = where
         self.key = secrets.token_urlsafe(32)
         """The API key, which is valid for this attempt alone."""
+        self.forwarded: set[str] = set()
+        """Keys under which a proxy sends requests of this attempt."""
         self.num_conversations = 0
         """Conversations that the agent has begun."""
         self.last_chat: ChatFront | None = None

@@ -203,3 +203,67 @@ class ByEnvironmentConfig(AdvantageConfig):
                 "use a critic in some environments only, and a critic needs returns of all attempts. Choose advantages "
                 "with a critic for all environments (`other` too), or for none.",
             )
+
+
+class EpisodeConfig(EnvironmentConfig):
+    """Base of the configs of environments that have `reset` and `step`, and give a reward for each step."""
+
+    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=16, gt=0)
+    """Largest number of turns of the model in one episode."""
+    action: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = None
+    """A function that turns the model's text into an action: `module:function` or `file.py:function`. If it raises
+    ValueError, the model gets the message."""
+    observation: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = None
+    """A function that turns an observation into the text that the model gets."""
+    step_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=60.0, gt=0)
+    """Seconds that a reset or a step may take. If it takes longer, the attempt fails."""
+    history: Literal["exact", "retokenize"] = "exact"
+    """How the prompt of a later turn is made, as in the environment `tools`."""
+
+    @property
+    def reward_terms(self) -> Collection[str]:
+        """Return no terms: all rewards are those of turns."""
+        return ()
+
+    @property
+    def most_turns(self) -> int:
+        return self.max_turns
+
+
+class GymnasiumConfig(EpisodeConfig):
+    """An environment with the methods of Gymnasium: a class of your own, or one that is registered there."""
+
+    name: str = "gymnasium"
+    path: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = Field(default=None, pattern=FUNCTION_PATH)
+    """The class, or a function that makes an environment: `module:Class` or `file.py:Class`. `reset(seed=...)` returns
+    an observation, or one with `info`. `step(action)` returns (observation, reward, terminated, truncated, info)."""
+    id: Annotated[str | None, OnResume.BY_NAME] = None
+    """Name of an environment that is registered in Gymnasium, instead of `path`, such as `FrozenLake-v1`."""
+    arguments: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
+    """Arguments of the class or of `gymnasium.make`."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if (self.path is None) == (self.id is None):
+            given = "Neither is given" if self.path is None else "Both are given"
+            yield Problem("path", f"or `id` is needed, not both. {given}. Set path: my_env.py:MyEnv, or id: NAME-v1.")
+        for key in ("action", "observation"):
+            value = getattr(self, key)
+            if value is not None and ":" not in value:
+                yield Problem(key, f"is '{value}', which names no function. Write {key}: my_env.py:{value}.")
+
+
+class OpenEnvConfig(EpisodeConfig):
+    """An environment on a server that speaks OpenEnv's protocol.
+
+    `action` may also name the field of the action that gets the text; by default, the model writes JSON, or the text of
+    the only required field. `observation` may also name a field; by default, the model gets the only text of an
+    observation, or all of it as JSON.
+    """
+
+    name: str = "openenv"
+    url: Annotated[str, OnResume.FREE] = Field(pattern=r"^(https?|wss?)://.+")
+    """Address of the server, such as `http://127.0.0.1:8000`."""
+    sessions: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
+    """Largest number of sessions at a time. The server must allow as many (`max_concurrent_envs`, 1 by default)."""
+    connect_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, ge=0)
+    """Seconds for which an attempt tries to connect, for example while the server starts again."""

@@ -1,0 +1,127 @@
+"""Environment and dataset `verifiers` with the library itself: its tasksets, servers and clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_attempts import core_registry, decode, extends, make_policy, make_task, run, says, tokenizer_with
+
+from spurline.errors import ConfigError, DataError
+from spurline_agents.configs import VerifiersConfig, VerifiersRowsConfig
+from spurline_rl.protocols.environment import AttemptFailedError
+from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Trajectory
+
+pytest.importorskip("verifiers.v1")
+# The library asks git for its own version.
+pytestmark = pytest.mark.processes
+
+TASKS = str(Path(__file__).parents[2] / "support" / "number_tasks.py")
+ROW = {"prompt": "What is 6 + 1?", "answer": 7, "system_prompt": "Be brief."}
+
+
+class Player:
+    """One environment on one event loop."""
+
+    def __init__(self, taskset: str = f"{TASKS}:NumberTasks", **settings: Any) -> None:
+        from spurline_agents.verifiers import VerifiersEnvironment
+
+        self.tokenizer = tokenizer_with("chatml")
+        config = VerifiersConfig(taskset=taskset, **settings)
+        self.environment = VerifiersEnvironment(config, core_registry(), self.tokenizer, None)  # type: ignore[arg-type]
+
+    def play(self, row: dict[str, Any], *texts: str, sample: int = 0) -> Coroutine[Any, Any, Trajectory]:
+        task = make_task(row, sample=sample)
+        policy = make_policy(ScriptedEngine(says(self.tokenizer, *texts)), task, max_new_tokens=256)
+        return self.environment.run(task, policy)
+
+
+def in_loop(player: Player, work: Coroutine[Any, Any, Any]) -> Any:
+    async def played() -> Any:
+        try:
+            return await work
+        finally:
+            await player.environment.close()
+
+    return run(played(), limit_s=120.0)
+
+
+def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_sampled() -> None:
+    player = Player()
+
+    async def several() -> list[Trajectory]:
+        plays = (player.play(ROW, text, sample=sample) for sample, text in enumerate(["7", "seven", "8"]))
+        return await asyncio.gather(*plays)
+
+    found = in_loop(player, several())
+    assert [dict(each.rewards) for each in found] == [
+        {"right": 2.0, "wordy": -0.0}, {"right": 0.0, "wordy": -0.5}, {"right": 0.0, "wordy": -0.0},
+    ]  # fmt: skip
+    [turn] = found[1].turns
+    assert decode(player.tokenizer, turn.response_ids.tolist()) == f"seven{player.tokenizer.eos_token}"
+    assert "Be brief." in found[1].info["prompt"]
+    assert "What is 6 + 1?" in found[1].info["prompt"]
+    assert found[1].info["metrics"] == {"verifiers/turns": 1.0}
+
+
+def test_an_environment_of_the_library_talks_over_several_turns_in_one_conversation() -> None:
+    player = Player("number_game", env={"player": {"max_turns": 3}})
+    found = in_loop(player, player.play(ROW, "3", "9", "7"))
+    assert [message["content"] for message in found.info["messages"][2:]] == ["3", "higher", "9", "lower", "7"]
+    assert found.info["conversations"] == 1
+    assert all(extends(before, after) for before, after in zip(found.turns, found.turns[1:], strict=False))
+    assert found.rewards == {"right": 2.0, "wordy": -0.0}
+
+
+def test_what_hangs_or_fails_costs_its_attempt() -> None:
+    player = Player()
+
+    async def failing() -> None:
+        with pytest.raises(AttemptFailedError, match="98 is broken"):
+            await player.play({**ROW, "answer": 98}, "7")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(player.play({**ROW, "answer": 99}, "7"), 0.5)
+        blocking = asyncio.ensure_future(player.play({**ROW, "answer": 97}, "97"))
+        await asyncio.sleep(0.3)
+        begun = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - begun < 1.0, "the library blocks the run"
+        assert (await blocking).rewards["right"] == 2.0
+        with pytest.raises(DataError, match=r"rows.jsonl:1: the row is no task of .*: answer: Field required"):
+            await player.play({"prompt": "What?"}, "7")
+
+    in_loop(player, failing())
+
+
+def test_the_dataset_has_the_tasks_that_the_environment_plays() -> None:
+    from spurline_agents.verifiers import VerifiersRows
+
+    settings = {"taskset": f"{TASKS}:NumberTasks", "arguments": {"count": 5}}
+    rows = VerifiersRows(VerifiersRowsConfig(**settings, skip=1, limit=2), core_registry())
+    assert [rows[number]["prompt"] for number in range(len(rows))] == ["What is 1 + 1?", "What is 2 + 1?"]
+    assert rows.fingerprint() == VerifiersRows(VerifiersRowsConfig(**settings, skip=1, limit=2), None).fingerprint()  # type: ignore[arg-type]
+    player = Player()
+    assert in_loop(player, player.play(dict(rows[1]), "3")).rewards["right"] == 2.0
+    with pytest.raises(ConfigError, match=r"taskset\.count: Input should be a valid integer"):
+        len(VerifiersRows(VerifiersRowsConfig(taskset=f"{TASKS}:NumberTasks", arguments={"count": "x"}), None))  # type: ignore[arg-type]
+
+
+def test_tools_of_a_taskset_are_called_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(Path(TASKS).parent)
+    monkeypatch.setenv("PYTHONPATH", folder, prepend=":")
+    monkeypatch.syspath_prepend(folder)
+    player = Player("number_tasks:AddingTasks")
+    calls = (
+        f'<tool_call>{{"name": "{name}", "arguments": {{"a": 2, "b": 3}}}}</tool_call>' for name in ("sum", "adder_add")
+    )
+    found = in_loop(player, player.play({"prompt": "What is 2 + 3?", "answer": 5}, *calls, "5"))
+    roles = [message["role"] for message in found.info["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert found.info["messages"][2]["content"] == "error: there is no tool 'sum'. Tools: adder_add."
+    assert found.info["messages"][4]["content"] == "5"
+    assert found.rewards["right"] == 2.0
+    assert all(extends(before, after) for before, after in zip(found.turns, found.turns[1:], strict=False))
