@@ -152,7 +152,7 @@ RECIPES: dict[str, dict[str, object]] = {
     "rl_two_environments.yaml": {
         **SMALL_ROLLOUTS,
         "source.held_out.max_prompts": 4,
-        "source.environment.limits": "null",
+        "source.environment.limits": "{}",
     },
     "rl_sort_anthropic.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
     "distill_sort.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4, "model.frozen.teacher.path": "MODEL"},
