@@ -149,11 +149,7 @@ RECIPES: dict[str, dict[str, object]] = {
         "model.frozen.judge.path": "DATA",
     },
     "rl_sort_dppo.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
-    "rl_two_environments.yaml": {
-        **SMALL_ROLLOUTS,
-        "source.held_out.max_prompts": 4,
-        "source.environment.limits": "{}",
-    },
+    "rl_two_environments.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4, "source.environment.limits": "{}"},
     "rl_sort_anthropic.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4},
     "distill_sort.yaml": {**SMALL_ROLLOUTS, "source.held_out.max_prompts": 4, "model.frozen.teacher.path": "MODEL"},
     "curriculum_sort.yaml": {

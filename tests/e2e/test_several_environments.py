@@ -123,7 +123,7 @@ def test_a_row_without_an_environment_is_an_error_before_training_that_names_row
             "environment.limits.once.max_new_tokens",
             "more than source.sampling.max_new_tokens: 6",
         ),
-        ({"overlong": {"buffer_tokens": 2}}, "environment.limits.twice.max_new_tokens", "overlong"),
+        ({"overlong": {"buffer_tokens": 4}}, "overlong.buffer_tokens", "the smallest limit of an environment: 3"),
         ({"advantage": {"advantages": {"onze": "grpo"}}}, "advantage.advantages.onze", "Did you mean 'once'"),
         ({"advantage": {"other": "gae"}}, "advantage.advantages", "critic"),
         ({"environment": "fated:Twice"}, "advantage.name", "one environment"),

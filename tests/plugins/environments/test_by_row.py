@@ -68,6 +68,11 @@ def test_an_attempt_runs_in_the_environment_of_its_row_within_the_limits_of_that
     assert [len(found["open"].turns), found["open"].info["metrics"]] == [2, {"twice": 2.0}]
     assert environment.time_limit_of("open") == (5, "source.environment.limits.open.attempt_timeout_s")
     assert environment.time_limit_of("math") is None
+    limits = {"math": {"max_new_tokens": 5}, "open": {"max_new_tokens": 3}}
+    parts = {"math": MATH, "open": {"name": "custom", "path": "fated:Twice", "max_turns": 2}}
+    config = config_of(ByRowConfig, environments=parts, limits=limits)
+    assert [config.turn_tokens(label, 20) for label in parts] == [5, 3]
+    assert [config.most_tokens(20), config.most_turns, config.reward_terms] == [6, 2, None]
     for kind, said in ((None, r"missing or null.* The row has: messages, of, of\.kind"), ("opne", "mean 'open'")):
         with pytest.raises(DataError, match=rf"'of\.kind'.*{said}"):
             environment.label_of(make_task({**ROW, "of": {"kind": kind}}))

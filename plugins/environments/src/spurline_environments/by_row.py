@@ -49,14 +49,13 @@ class ByRow:
         raise explain_bad_row(task.location, DataError(text))
 
     def time_limit_of(self, label: str) -> tuple[float, str] | None:
-        seconds = self._limits(label).attempt_timeout_s
+        seconds = self._config.limits.get(label, AttemptLimits()).attempt_timeout_s
         return None if seconds is None else (seconds, f"source.environment.limits.{label}.attempt_timeout_s")
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         label = self.label_of(task)
-        longest = self._limits(label).max_new_tokens
-        if longest is not None:
-            policy.sampling = replace(policy.sampling, max_new_tokens=longest)
+        longest = self._config.turn_tokens(label, policy.sampling.max_new_tokens)
+        policy.sampling = replace(policy.sampling, max_new_tokens=longest)
         trajectory = await self._parts[label].run(task, policy)
         return with_fields(trajectory, info={**trajectory.info, "environment": label})
 
@@ -69,9 +68,6 @@ class ByRow:
         async with AsyncExitStack() as stack:
             for part in self._parts.values():
                 stack.push_async_callback(_close, part)
-
-    def _limits(self, label: str) -> AttemptLimits:
-        return self._config.limits.get(label, AttemptLimits())
 
 
 async def _close(part: Any) -> None:

@@ -75,8 +75,6 @@ class WeighsRewards(Protocol):
 
     @property
     def reward_weights(self) -> Mapping[str, float]: ...
-    @property
-    def overlong(self) -> object: ...
 
 
 class AttemptLimits(Section):
@@ -126,12 +124,8 @@ class ByRowConfig(EnvironmentConfig):
     def most_turns(self) -> int:
         return max(part.most_turns for part in self.environments.values())
 
-    def most_tokens(self, max_new_tokens: int) -> int:
-        limits = {label: self.limits.get(label, AttemptLimits()) for label in self.environments}
-        return max(
-            part.most_tokens(limits[label].max_new_tokens or max_new_tokens)
-            for label, part in self.environments.items()
-        )
+    def turn_tokens(self, label: str, max_new_tokens: int) -> int:
+        return self.limits.get(label, AttemptLimits()).max_new_tokens or max_new_tokens
 
     @property
     def tool_names(self) -> Collection[str]:
@@ -152,11 +146,6 @@ class ByRowConfig(EnvironmentConfig):
                     f"limits.{label}.max_new_tokens",
                     f"is {asked}, more than source.sampling.max_new_tokens: {longest}, the limit of every turn. Lower "
                     "it, or raise that one.",
-                )
-            elif asked is not None and isinstance(run.source, WeighsRewards) and run.source.overlong is not None:
-                yield Problem(
-                    f"limits.{label}.max_new_tokens",
-                    "is set, but source.overlong counts from source.sampling.max_new_tokens. Remove one of them.",
                 )
         for term, role in self.model_rewards.items():
             parts = {label: part for label, part in self.environments.items() if term in (part.reward_terms or ())}

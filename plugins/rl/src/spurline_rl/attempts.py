@@ -152,7 +152,8 @@ class Attempts:
         was_cut = trajectory.turns[-1].finish_reason == "length"
         terms: dict[str, float] = {}
         if config.overlong is not None:
-            longest, buffer = config.sampling.max_new_tokens, config.overlong.buffer_tokens
+            longest = config.environment.turn_tokens(trajectory.environment, config.sampling.max_new_tokens)
+            buffer = config.overlong.buffer_tokens
             terms[OVERLONG] = min(
                 overlong_penalty(len(turn.response_ids), longest=longest, buffer=buffer) for turn in trajectory.turns
             )

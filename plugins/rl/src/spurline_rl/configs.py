@@ -329,11 +329,13 @@ class PromptSourceConfig(SourceConfig):
         for name in () if is_read else ("kl_in_reward", "overlong"):
             if getattr(self, name) is not None:
                 yield Problem(name, "changes rewards, and here only a teacher says what to learn. Remove it.")
-        if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
+        environment, longest = self.environment, self.sampling.max_new_tokens
+        least = min(environment.turn_tokens(label, longest) for label in environment.by_label or ("",))
+        if overlong is not None and overlong.buffer_tokens > least:
+            limit = "sampling.max_new_tokens" if least == longest else "the smallest limit of an environment"
             yield Problem(
                 "overlong.buffer_tokens",
-                f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}. "
-                "Choose a smaller number.",
+                f"is {overlong.buffer_tokens}, more than {limit}: {least}. Choose a smaller number.",
             )
 
     def _replay_problems(self, run: RunConfig) -> Iterable[Problem]:

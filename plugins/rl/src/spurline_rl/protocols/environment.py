@@ -54,9 +54,14 @@ class EnvironmentConfig(ComponentConfig):
         """Return the environment of the attempts with this label, which is `Trajectory.environment`."""
         return self.by_label.get(label, self)
 
+    def turn_tokens(self, label: str, max_new_tokens: int) -> int:
+        """Return the largest number of tokens of a turn in the environment `label`, of at most `max_new_tokens`."""
+        return max_new_tokens
+
     def most_tokens(self, max_new_tokens: int) -> int:
         """Return the largest number of response tokens of an attempt if a turn may have `max_new_tokens`."""
-        return max_new_tokens * self.most_turns
+        parts = self.by_label or {"": self}
+        return max(part.most_turns * self.turn_tokens(label, max_new_tokens) for label, part in parts.items())
 
 
 @dataclass(frozen=True)
