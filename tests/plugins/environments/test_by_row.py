@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,12 +16,17 @@ from scripted_groups import Prompt, make_runner
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError
+from spurline.protocols.collator import ParallelLayout
 from spurline_environments.by_environment import ByEnvironment
 from spurline_environments.by_row import ByRow
 from spurline_environments.configs import ByEnvironmentConfig, ByRowConfig
+from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.group_runner import GivenUpPrompt, GivenUpPrompts
-from spurline_rl.protocols.environment import Environment, Task
+from spurline_rl.preparation import Preparation
+from spurline_rl.protocols.environment import Environment, EnvironmentConfig, Task
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.scored_groups import ScoredGroups
+from spurline_rl.scoring import score
 from spurline_rl.testing.environment_contract import EnvironmentContract, ScriptedEngine
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import Group
@@ -136,3 +142,40 @@ def test_advantages_of_an_environment_are_those_of_its_groups_alone() -> None:
         )
         for name, expected in registry.create("advantage", part).advantages(alone).items():
             np.testing.assert_array_equal(found[name][mask], expected)
+
+
+def test_only_attempts_of_an_environment_with_a_model_reward_are_scored_by_the_model() -> None:
+    class Judged(EnvironmentConfig):
+        name: str = "judged"
+        model_rewards: ClassVar[dict[str, str]] = {"quality": "scorer"}  # type: ignore[misc]
+
+    class Parts(Judged):
+        by_label: ClassVar[dict[str, Any]] = {"a": Judged(), "b": EnvironmentConfig(name="plain")}
+
+    attempts = [
+        score(replace(attempt, uid=f"p{number}", rewards={"quality" if number % 2 else "right": 0.0}), {})
+        for number, attempt in enumerate(make_trajectories([[(2, 3)], [(2, 4)], [(3, 3)], [(2, 2), (6, 2)]]))
+    ]
+    groups = [
+        Group(attempt.uid, number, (replace(attempt, info={"environment": "ba"[number % 2]}),))
+        for number, attempt in enumerate(attempts)
+    ]
+    preparation: Any = object.__new__(Preparation)
+    preparation._config = SimpleNamespace(
+        environment=Parts(), turns="separate", reward_weights={"quality": 2.0}, router_replay=False
+    )
+    preparation._layout = ParallelLayout()
+    preparation._collator = RolloutsCollator(RolloutsCollatorConfig(), pad_token_id=0, layout=preparation._layout)
+    asked: list[int] = []
+
+    def logprobs(batch: Any, role: str) -> Any:
+        asked.append(batch.num_rows)
+        return batch.without_padding_rows().tokens["input_ids"].float()
+
+    plain, judged, other, last = preparation.with_model_rewards(groups, SimpleNamespace(logprobs=logprobs))
+    assert asked == [3], "a row for each turn of the attempts with this reward"
+    assert (plain, other) == (groups[0], groups[2])
+    for group, before in ((judged, groups[1]), (last, groups[3])):
+        expected = float(group.trajectories[0].turns[-1].response_ids[-1])
+        assert group.trajectories[0].rewards == {"quality": expected}
+        assert group.returns[0] - before.returns[0] == pytest.approx(2 * expected, rel=1e-6)
