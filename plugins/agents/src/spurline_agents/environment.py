@@ -7,7 +7,7 @@ that the agent receives is one Turn of the Trajectory. The agent's result gives 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ from spurline_text.rows.rows import BadRowError
 T = TypeVar("T")
 
 
-async def result_of(work: Coroutine[Any, Any, T], live: LiveSession) -> T:
+async def result_of(work: Awaitable[T], live: LiveSession) -> T:
     """Return the result of an agent. If its session fails, cancel the agent and raise that error."""
     agent = asyncio.ensure_future(work)
     failed = asyncio.ensure_future(live.failed.wait())
