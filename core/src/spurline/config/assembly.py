@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy as copy_object
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -73,6 +74,8 @@ class _Builder:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._open: list[tuple[str, str]] = []
+        self._kinds = set[str]()
+        self._built = defaultdict[tuple[str, str], list[tuple[set[str], list[tuple[str, str]], type[Section]]]](list)
 
     def specialized(self, model: type[Section], extra: Mapping[str, Any] | None = None) -> type[Section]:
         """Return a subclass with unions for marked fields, and with `extra` fields, or `model` if nothing changes."""
@@ -132,6 +135,7 @@ class _Builder:
 
     def _union(self, mark: Component) -> Any:
         """Return the union of the kind's configs. It accepts a bare string as the value of the mark's `shorthand`."""
+        self._kinds.add(mark.kind)
         default = self._registry.default(mark.kind)
         names = self._registry.all_names(mark.kind)
         if not names:
@@ -157,11 +161,19 @@ class _Builder:
         )
 
     def _open_up(self, kind: str, name: str) -> type[Section]:
+        """Specialize a component's config, once for the components around it that its own parts leave out."""
+        for kinds, left_out, built in self._built[kind, name]:
+            if left_out == [entry for entry in self._open if entry[0] in kinds]:
+                self._kinds |= kinds
+                return built
+        around, self._kinds = self._kinds, set[str]()
         self._open.append((kind, name))
-        try:
-            return self.specialized(self._registry.get(kind, name).config)
-        finally:
-            self._open.pop()
+        built = self.specialized(self._registry.get(kind, name).config)
+        self._open.pop()
+        left_out = [entry for entry in self._open if entry[0] in self._kinds]
+        self._built[kind, name].append((self._kinds, left_out, built))
+        self._kinds = around | self._kinds
+        return built
 
 
 def _values(default: Any) -> Any:

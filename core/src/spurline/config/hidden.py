@@ -37,6 +37,5 @@ def hide_secrets(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(inner, str) and inner for inner in cast("list[Any]", value))
-    return isinstance(value, str) and bool(value)
+    inner = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(each, str) and each for each in inner)

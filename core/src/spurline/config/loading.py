@@ -106,7 +106,12 @@ def load_config(
     weakref.finalize(host, place.freed.close)
     try:
         config = model.model_validate(values, context=place)
-        problems = [] if recorded else list(_cross_field_problems(config))
+        sections = [] if recorded else sections_within(config)
+        problems = [
+            Problem(".".join(filter(None, (path, problem.key))), problem.message)
+            for path, section in sections
+            for problem in section.problems(config)
+        ]
         if problems:
             raise _config_error(problems, document)
     except ValidationError as error:
@@ -207,10 +212,3 @@ def _plugin_names(document: Document) -> list[str]:
     listed = "names of plugins and paths of files, such as [collation_fast, ./mine.py]"
     problem = Problem("plugins", f"must be a list of {listed}; it is {names!r}.")
     raise _config_error([problem], document)
-
-
-def _cross_field_problems(run: RunConfig) -> Iterator[Problem]:
-    for path, section in sections_within(run):
-        for problem in section.problems(run):
-            key = ".".join(part for part in (path, problem.key) if part)
-            yield Problem(key, problem.message)

@@ -69,7 +69,9 @@ class ConsoleTracker:
         self._is_first = False
         evaluated = scores_of(metrics)
         if evaluated:
-            self._print(self._evaluation_line(step, evaluated))
+            named = [(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
+            results = [f"{name} {value:{'.1%' if 'pass@' in name else '.4g'}}" for name, value in named]
+            self._print(_SEPARATOR.join([f"eval at {self._step_label(step)}", *results]))
 
     def warn(self, step: int, kind: str, words: str) -> None:
         """Print a warning, unless a warning of this kind was printed a few steps ago."""
@@ -138,11 +140,6 @@ class ConsoleTracker:
 
     def _step_label(self, step: int) -> str:
         return f"step {step}/{self._total_steps}" if self._total_steps is not None else f"step {step}"
-
-    def _evaluation_line(self, step: int, evaluated: Mapping[str, float]) -> str:
-        named = [(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
-        results = [f"{name} {value:{'.1%' if 'pass@' in name else '.4g'}}" for name, value in named]
-        return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
 
     def _print(self, line: str) -> None:
         """Print a line above the bar, without markup, colours or escapes."""

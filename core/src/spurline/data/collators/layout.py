@@ -114,9 +114,8 @@ def _shared_extra_columns(rows: Sequence[Sequence[Segment]]) -> dict[str, Any]:
 
 
 def _to_tensor(rows: list[list[Any]], dtype: torch.dtype, length: int) -> Tensor:
-    if not rows:
-        return torch.zeros((0, length), dtype=dtype)
-    return torch.from_numpy(np.array(rows, dtype=torch.empty(0, dtype=dtype).numpy().dtype))
+    values = np.array(rows, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
+    return torch.from_numpy(values.reshape(len(rows), length))
 
 
 def sample_segments(samples: TokenView) -> list[Segment]:
