@@ -28,6 +28,7 @@ from spurline_agents.responses import MODEL_NAME, Answering, Choice, Dialect
 from spurline_agents.responses_api import Responses
 from spurline_agents.sessions import SMALL_BYTES, LiveSession
 from spurline_concurrency.calls import end_tasks
+from spurline_environments.tool_formats import Turns
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.protocols.environment import PolicyHandle
 
@@ -58,8 +59,9 @@ _quiet.setLevel(logging.CRITICAL)
 class HarnessServer:
     """A server of the vendors' APIs for all sessions. It listens at `base_url` from `start` until `stop`."""
 
-    def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase, turns: Turns) -> None:
         self._config = config
+        self._turns = turns
         self._tokenizer = tokenizer
         # The open sessions, by their keys.
         self._sessions: dict[str, LiveSession] = {}
@@ -68,7 +70,7 @@ class HarnessServer:
         self._busy: set[web.RequestHandler] = set()
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/v1/models", self._models)
-        self._answering = answering = Answering(tokenizer, config)
+        self._answering = answering = Answering(tokenizer, config, turns)
         dialects: dict[str, Dialect[Any]] = {
             "chat/completions": ChatCompletions(answering),
             "completions": Completions(answering),
@@ -130,7 +132,7 @@ class HarnessServer:
 
     def open(self, policy: PolicyHandle, where: str) -> LiveSession:
         """Serve a new session, whose key is for its agent alone."""
-        session = LiveSession(policy, self._tokenizer, self._config, where, self._threads)
+        session = LiveSession(policy, self._tokenizer, self._config, where, self._threads, self._turns)
         self._sessions[session.key] = session
         return session
 
