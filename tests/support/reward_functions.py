@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import sys
 import threading
 import time
@@ -33,6 +34,11 @@ def early_letters(answer: Answer) -> float:
     """Share of an answer's letters that are in the first half of the alphabet, which any model can learn."""
     letters = [letter for letter in answer.response.lower() if letter.isalpha()]
     return sum(letter < "n" for letter in letters) / max(1, len(letters))
+
+
+def by_chance(answer: Answer) -> float:
+    """Gives equal attempts different rewards."""
+    return random.random()
 
 
 async def length_later(answer: Answer) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +16,14 @@ from harness_runs import Harness, attempt, client
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
-from rl_attempts import decode, encode, extends, make_policy, says, tokenizer_with
+from rl_attempts import core_registry, decode, encode, extends, make_policy, says, tokenizer_with
 
 from spurline.testing.fuzzing import fuzzing
 from spurline_agents.agents import Session
 from spurline_agents.configs import HarnessConfig
 from spurline_agents.sessions import LiveSession
-from spurline_rl.chat_front import PrefixError
+from spurline_environments.configs import AutoFormatConfig
+from spurline_environments.tool_formats import Turns
 from spurline_rl.testing import EnvironmentContract
 from spurline_rl.testing.environment_contract import ScriptedEngine, random_text
 from spurline_rl.trajectory import Trajectory, Turn
@@ -341,23 +341,22 @@ def test_with_other_tools_it_is_another_conversation() -> None:
     assert attempt(agent, ScriptedEngine(says(TOKENIZER, "a", "b"))).info["conversations"] == 2
 
 
-def test_a_template_that_rewrites_history_fails_the_attempt_unless_each_prompt_is_encoded_from_its_messages() -> None:
+def test_a_template_that_drops_thinking_forks_the_conversation_and_the_client_gets_the_thinking_apart() -> None:
     async def agent(session: Session) -> float:
         async with client(session) as api:
             message = await say(api, [user("q")])
-            with suppress(openai.BadRequestError):
-                await say(api, [user("q"), message, user("and")])
+            assert (message.content, message.reasoning_content) == ("yes", "hm")
+            await say(api, [user("q"), message, user("and")])
         return 1.0
 
     def think(**settings: Any) -> Trajectory:
         engine = ScriptedEngine(says(TOKENIZER, "<think>\nhm\n</think>\n\nyes", "no"))
         return attempt(agent, engine, tokenizer=tokenizer_with("strips_thinking"), **settings)
 
-    with pytest.raises(PrefixError, match="rewrites turn 0"):
-        think()
-    trajectory = think(history="retokenize")
-    assert len(trajectory.turns) == 2
-    assert "hm" not in decode(TOKENIZER, trajectory.turns[1].prompt_ids)
+    for trajectory, forks in ((think(), 1), (think(history="retokenize"), 0)):
+        assert (len(trajectory.turns), trajectory.info["conversations"]) == (2, 1)
+        assert trajectory.info["metrics"] == {"tools/calls": 0, "turns/forked": forks}
+        assert "hm" not in decode(TOKENIZER, trajectory.turns[1].prompt_ids)
 
 
 @given(data=st.data())
@@ -366,7 +365,8 @@ def test_random_tokens_in_random_trees_of_conversations_are_kept_exactly(data: s
     tokens = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6)
     engine = ScriptedEngine(lambda request: [*data.draw(tokens), END])
     policy = make_policy(engine)
-    session = LiveSession(policy, TOKENIZER, HarnessConfig(agent="a:b"), "here", None)  # type: ignore[arg-type]
+    turns = Turns(AutoFormatConfig(), core_registry(), TOKENIZER)
+    session = LiveSession(policy, TOKENIZER, HarnessConfig(agent="a:b"), "here", None, turns)  # type: ignore[arg-type]
     tree: list[tuple[list[Any], Turn | None]] = [([user("begin")], None)]
 
     def texts(messages: list[Any]) -> list[str]:

@@ -14,10 +14,10 @@ from rl_attempts import core_registry, decode, make_policy, make_task, run, says
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError, PluginError
-from spurline_environments import tools
+from spurline_environments import grammars, tools
 from spurline_environments.calculator import calculator
 from spurline_environments.configs import ToolsConfig
-from spurline_environments.tools import Toolbox, ToolCall, Tools, parse_calls
+from spurline_environments.tools import Toolbox, ToolCall, Tools
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.rewards.configs import ExactMatchConfig
 from spurline_rl.testing.environment_contract import EnvironmentContract, ScriptedEngine
@@ -125,20 +125,11 @@ def test_everything_wrong_with_a_call_goes_back_to_the_model_as_text(written, to
 
 
 def test_calls_beyond_those_of_a_turn_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "MAX_CALLS", 2)
+    monkeypatch.setattr(grammars, "MAX_CALLS", 2)
     calls = call(expression="1") + call(expression="2") + call(expression="3") * 2
     trajectory = attempt(calls, "x", longest=500)
     assert tool_messages(trajectory) == ["1", "2", "error: a turn may have 2 tool calls; the others were not made."]
     assert (trajectory.info["calls"], trajectory.info["failed_calls"]) == (3, 1)
-
-
-def test_a_call_nested_too_deeply_to_be_read_is_told_so() -> None:
-    [made] = parse_calls(f"<tool_call>{'[' * 20_000}{']' * 20_000}</tool_call>")
-    assert made.problem.startswith("the tool call is not valid JSON (maximum recursion depth exceeded")
-
-
-def test_a_million_calls_are_not_even_read() -> None:
-    assert len(parse_calls("<tool_call>{}</tool_call>" * 1_000_000, 128)) == 129
 
 
 @pytest.mark.parametrize(
@@ -162,8 +153,7 @@ def test_results_of_a_turn_are_cut_where_they_are_too_long_together(monkeypatch:
 @pytest.mark.parametrize("written", ['"\\ud83d"', "[" * 900 + "]" * 900, "9" * 4000])
 def test_what_cannot_be_written_down_comes_back_as_what_can(written: str) -> None:
     toolbox = Toolbox({"echo": "reward_functions:echo"}, timeout_s=30)
-    [made] = parse_calls(f'<tool_call>{{"name": "echo", "arguments": {{"text": {written}}}}}</tool_call>')
-    result = run(toolbox.answer(made))
+    result = run(toolbox.answer(ToolCall("echo", {"text": json.loads(written)})))
     assert result[0].encode()
 
 
@@ -195,10 +185,27 @@ def test_a_conversation_that_outgrows_the_context_ends_and_is_scored():
     assert trajectory.rewards == {"exact_match": 0.0}
 
 
-def test_with_retokenize_a_template_may_drop_thinking():
+@pytest.mark.parametrize(("history", "forks"), [("exact", 1), ("retokenize", 0)])
+def test_a_template_that_drops_thinking_forks_the_conversation(history: str, forks: int):
     replies = [f"<think>\nuse it\n</think>\n\n{call(expression='6 * 7')}", "42"]
-    trajectory = attempt(*replies, tokenizer=tokenizer_with("strips_thinking"), history="retokenize")
+    trajectory = attempt(*replies, tokenizer=tokenizer_with("strips_thinking"), history=history)
     assert trajectory.rewards == {"exact_match": 1.0}
+    assert trajectory.info["metrics"]["turns/forked"] == forks
+    assert "use it" not in decode(tiny_tokenizer(), trajectory.turns[1].prompt_ids)
+    assert "use it" in decode(tiny_tokenizer(), trajectory.turns[0].response_ids)
+
+
+def test_calls_are_counted_and_those_that_nobody_can_read_apart():
+    tokenizer = tokenizer_with("qwen3")
+    calls = call(expression="1") * 2 + call("x") + "<tool_call>{"
+    trajectory = attempt(calls, "<think>so</think>42", tokenizer=tokenizer, longest=500)
+    counts = {"tools/calls": 4, "tools/unparsed": 0.25, "tools/failed": 0.5, "turns/forked": 0}
+    assert trajectory.info["metrics"] == counts
+    assert (trajectory.info["response"], trajectory.rewards) == ("42", {"exact_match": 1.0})
+    # The model sees its own text again, and what is wrong with it.
+    assert "<tool_call>{<|im_end|>" in decode(tokenizer, trajectory.turns[1].prompt_ids)
+    assert "error: a tool call was not closed" in decode(tokenizer, trajectory.turns[1].prompt_ids)
+    assert attempt("42").info["metrics"] == {"tools/calls": 0, "turns/forked": 0}
 
 
 def test_a_demonstration_with_tool_turns_is_begun_at_its_question():
@@ -221,14 +228,6 @@ def test_a_demonstration_with_tool_turns_is_begun_at_its_question():
 def test_rows_that_are_no_conversation_are_refused(row, complaint):
     with pytest.raises(DataError, match=complaint):
         attempt("42", row=row)
-
-
-def test_calls_are_found_in_order_among_text():
-    text = f"a {call(expression='1')} b {call('other', x=[1])} <tool_call>"
-    calls = parse_calls(text)
-    assert calls[:2] == [ToolCall("calculator", {"expression": "1"}), ToolCall("other", {"x": [1]})]
-    assert calls[2].problem
-    assert parse_calls("no call") == []
 
 
 def test_tools_may_be_async_or_take_any_argument_name_and_return_any_json():

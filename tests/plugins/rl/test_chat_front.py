@@ -83,21 +83,25 @@ def test_a_turn_ended_by_another_token_keeps_it_and_is_ended_as_the_template_doe
     assert chat.messages[1]["content"] == "one"
 
 
-def test_a_template_that_drops_thinking_is_caught_with_turn_and_text():
+def test_a_template_that_drops_thinking_forks_the_conversation_from_that_turn_on():
     tokenizer = tokenizer_with("strips_thinking")
     thoughtful = "<think>\n6 and 7\n</think>\n\n42"
-    engine = ScriptedEngine(says(tokenizer, "first", thoughtful, "x"))
-    with pytest.raises(PrefixError) as caught:
-        converse(tokenizer, engine, "go on", "and then")
-    message = str(caught.value)
-    assert caught.value.turn == 1
-    assert message.startswith("rows.jsonl:1: the chat template rewrites turn 1")
-    assert "There was '<think>\\n6 and 7\\n</think>\\n\\n42" in message
-    assert "now there is '42<|im_end|>" in message
-    assert "history: retokenize" in message
+    # A byte that is no text shows whether a turn was encoded again.
+    byte = tokenizer.convert_tokens_to_ids("ÿ")
+    answers = iter([[byte, 2], [*encode(tokenizer, thoughtful), 2], [byte, byte, 2], [2]])
+    policy, chat = converse(tokenizer, ScriptedEngine(lambda request: next(answers)), "go on", "and then", "so")
+    first, second, third, fourth = policy.turns
+    assert [extends(before, after) for before, after in pairwise(policy.turns)] == [True, False, True]
+    assert extends(first, third)
+    assert chat.num_forked == 1
+    shown = tokenizer.apply_chat_template(list(chat.messages[:5]), tokenize=False, add_generation_prompt=True)
+    assert decode(tokenizer, third.prompt_ids) == shown
+    assert "6 and 7" not in shown
+    assert decode(tokenizer, second.response_ids) == f"{thoughtful}<|im_end|>"
+    assert fourth.prompt_ids.tolist()[: len(third.prompt_ids)] == third.prompt_ids.tolist()
 
 
-def test_the_first_changed_text_is_shown_not_the_first_of_the_turn():
+def test_a_template_that_rewrites_messages_of_others_is_caught_with_the_first_changed_text():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = str(tokenizer.chat_template).replace(
         "{{ message['content'] }}", "{{ message['content'] | replace('wrong', 'right') if not loop.last else '' }}"
@@ -105,14 +109,11 @@ def test_the_first_changed_text_is_shown_not_the_first_of_the_turn():
     with pytest.raises(PrefixError) as caught:
         converse(tokenizer, ScriptedEngine(says(tokenizer, "this is wrong", "x")), "go on", opening=QUESTION * 2)
     # The last message's content is not rendered, so that the messages before turn 0 change first.
-    assert caught.value.turn is None
-    assert "rewrites the messages before turn 0" in str(caught.value)
-
-    tokenizer.chat_template = str(tokenizer.chat_template).replace(" if not loop.last else ''", "")
-    with pytest.raises(PrefixError) as caught:
-        converse(tokenizer, ScriptedEngine(says(tokenizer, "this is wrong", "x")), "go on")
-    assert caught.value.turn == 0
-    assert "There was 'wrong', now there is 'right" in str(caught.value)
+    message = str(caught.value)
+    assert message.startswith("rows.jsonl:1: the chat template rewrites messages before the model's turn messages[2]")
+    assert "There was '<|im_end|>\\n" in message
+    assert "now there is 'add<|im_end|>" in message
+    assert "history: retokenize" in message
 
 
 def test_qwen3_keeps_thinking_through_tool_results_and_loses_it_at_the_next_question():
@@ -129,10 +130,9 @@ def test_qwen3_keeps_thinking_through_tool_results_and_loses_it_at_the_next_ques
         chat.add({"role": "user", "content": "why"})
         await chat.reply()
 
-    with pytest.raises(PrefixError) as caught:
-        run(talk())
-    assert caught.value.turn == 0
-    assert len(policy.turns) == 2
+    run(talk())
+    assert chat.num_forked == 1
+    assert not extends(*policy.turns[1:])
 
 
 def test_retokenize_gives_each_turn_the_templates_own_prompt():

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import pytest
-from rl_attempts import core_registry, make_policy, make_task, run, says, tokenizer_with
+from rl_attempts import core_registry, make_policy, make_task, run, says
 from ruamel.yaml import YAML
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +20,6 @@ from spurline.config.run_config import DataConfig
 from spurline.config.section import Component, ComponentConfig, Section
 from spurline.plugins.host import InstalledPlugin, PluginHost
 from spurline.protocols.dataset import DatasetConfig
-from spurline_rl.chat_front import PrefixError
 from spurline_rl.configs import HeldOutConfig
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.testing import EnvironmentContract
@@ -84,18 +83,6 @@ def test_the_functions_do_what_they_are_for(modules: dict[str, ModuleType]) -> N
     answer = Answer("who", "as Homer says", None, {"source": "Homer"})
     rewards, tools = modules["my_rewards"], modules["my_tools"]
     assert (rewards.brief(answer), rewards.names_a_source(answer), tools.population("Oslo")) == (-3, 1.0, 709037)
-
-
-def test_the_error_of_a_template_that_drops_thinking_is_quoted_word_for_word() -> None:
-    tokenizer = tokenizer_with("strips_thinking")
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
-    engine = ScriptedEngine(says(tokenizer, f"<think>\nuse it\n</think>\n\n{call}", "42"))
-    source = read_source({"name": "rollouts", "environment": {"name": "tools", "rewards": "exact_match"}})
-    environment, task = build(source, tokenizer), make_task()
-    with pytest.raises(PrefixError) as caught:
-        run(environment.run(task, make_policy(engine, task)))
-    # The page breaks its lines.
-    assert str(caught.value) in " ".join(PAGE.split())
 
 
 CONTRACT = [name for name in vars(EnvironmentContract) if name.startswith("test_")]

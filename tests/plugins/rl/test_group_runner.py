@@ -269,7 +269,7 @@ def test_a_row_that_cannot_be_used_is_skipped_at_once_where_asked_for_and_costs_
 
 def test_a_template_that_rewrites_history_is_not_the_rows_fault_and_is_given_up_without_a_retry():
     async def rewrites(task: Task, policy: PolicyHandle) -> Trajectory:
-        raise PrefixError("rewritten", turn=0)
+        raise PrefixError("rewritten")
 
     runner = make_runner(rewrites, max_groups=1)
     [group] = run_and_leave_nothing(runner, Prompt(0, on_bad_row="skip"))

@@ -51,7 +51,9 @@ _TABLE = {
         weight_sync/vllm_native report_panel/rollout_timeline command/simulate""",
     "environments": """
         environment/tools environment/by_row environment/gymnasium environment/openenv advantage/by_environment
-        report_panel/environments""",
+        report_panel/environments tool_format/auto tool_format/vllm tool_format/hermes tool_format/qwen3_coder
+        tool_format/llama3_json tool_format/pythonic tool_format/mistral tool_format/deepseek_v3 tool_format/glm45
+        tool_format/harmony tool_format/kimi_k2""",
     "agents": "environment/harness environment/verifiers dataset/verifiers",
     "distillation": "loss/distillation advantage/teacher scorer/served_teacher scorer/privileged_prompt",
     "objectives": """
@@ -66,10 +68,7 @@ OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for pl
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:
-    """Return the plugin of this project that has this component, section or command, or None if no plugin has it.
-
-    If `kind` is None, components of all kinds count.
-    """
+    """Return the plugin of this project with this component (of any kind if `kind` is None), or None without one."""
     for plugin, entries in OFFICIAL.items():
         kinds = [entry.partition("/")[0] for entry in entries if entry.endswith(f"/{name}")]
         if kind in kinds or (kind is None and {*kinds} - {"section", "command"}):
@@ -90,9 +89,8 @@ def plugin_of_kind(kind: str) -> str | None:
 
 def install_command(plugin: str) -> str:
     """Return the command that installs a plugin of this project, from a checkout if core was installed from one."""
-    origin: str = json.loads(importlib.metadata.distribution("spurline").read_text("direct_url.json") or "{}").get(
-        "url", ""
-    )
+    direct = importlib.metadata.distribution("spurline").read_text("direct_url.json")
+    origin: str = json.loads(direct or "{}").get("url", "")
     plugins = Path(unquote(urlsplit(origin).path)).parent / "plugins"
     if not origin.startswith("file:") or not (plugins / plugin).is_dir():
         return f"pip install spurline-{plugin.replace('_', '-')}"

@@ -188,6 +188,7 @@ def _deltas(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
     index, message = choice["index"], choice["message"]
     yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     delta: dict[str, Any] = {"content": message["content"] or ""}
+    delta |= {key: message[key] for key in ("reasoning_content",) if key in message}
     if "tool_calls" in message:
         delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
     whole = {name: value for name, value in choice.items() if name != "message"}

@@ -10,6 +10,7 @@ from pydantic import Field
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.dataset import DatasetConfig
+from spurline_environments.configs import AutoFormatConfig, ToolFormatSetting
 from spurline_rl.function_settings import FunctionSetting
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.environment import EnvironmentConfig
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 class EndpointConfig(EnvironmentConfig):
     """Base of the configs of environments that serve the model at the recording endpoint."""
 
+    tool_format: ToolFormatSetting = AutoFormatConfig()
+    """How the model writes tool calls and reasoning. `auto` finds the format in the chat template."""
     history: Literal["exact", "retokenize"] = "exact"
-    """`exact`: the prompt of a later turn begins with the exact tokens of the turns before it. A chat template that
-    rewrites those turns is an error. `retokenize`: each prompt is rendered and encoded from its messages."""
+    """`exact`: the prompt of a later turn begins with the exact tokens of the turns before it. If the chat template
+    changes what an earlier turn says, the conversation forks. `retokenize`: each prompt is encoded again."""
     ignore_sampling: bool = False
     """Ignore the temperature, top_p, top_k, penalties and seed of a request. If false, a request that asks for
     sampling different from the run's is refused."""

@@ -21,6 +21,7 @@ from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import HarnessServer
 from spurline_agents.sessions import LiveSession
 from spurline_concurrency.calls import end_tasks
+from spurline_environments.tool_formats import Turns
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.scoring import checked_score, close_all, make_rewards, reward_terms
@@ -64,6 +65,8 @@ class HarnessEnvironment:
             assert config.agent is not None, "the config's check asks for an agent or a command"
             self._agent = function_agent(config.agent)
         self._rewards = make_rewards(config.rewards or {}, registry)
+        self._turns = Turns(config.tool_format, registry, tokenizer)
+        self.notes = self._turns.notes
         self._starting = asyncio.Lock()
         self._server: HarnessServer | None = None
 
@@ -99,7 +102,7 @@ class HarnessEnvironment:
     async def _started(self) -> HarnessServer:
         async with self._starting:
             if self._server is None:
-                server = HarnessServer(self._config, self._tokenizer)
+                server = HarnessServer(self._config, self._tokenizer, self._turns)
                 await server.start()
                 self._server = server
         return self._server
@@ -125,7 +128,7 @@ class HarnessEnvironment:
         }
         judged = Answer(prompt, answer, session.reference, session.row, messages)
         terms = await self._terms(live, value, judged)
-        return live.policy.finish(terms, info={**info, "metrics": judged.metrics})
+        return live.policy.finish(terms, info={**info, "metrics": {**live.counts(), **judged.metrics}})
 
     async def _terms(self, live: LiveSession, value: Any, answer: Answer) -> Mapping[str, float]:
         if not self._rewards:

@@ -8,7 +8,6 @@ status.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from spurline_agents.bodies import ApiError, Body, BodyT, Tools, read_body, samp
 from spurline_agents.configs import EndpointConfig
 from spurline_agents.sessions import LiveSession
 from spurline_concurrency.calls import all_or_none
-from spurline_environments.tools import ToolCall, parse_calls
-from spurline_rl.chat_front import PrefixError, Reply
+from spurline_environments.tool_formats import Turns, as_openai
+from spurline_environments.tools import ToolCall
+from spurline_rl.chat_front import ChatFront, PrefixError, Reply
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_text.prompts import encode_prompt
 from spurline_text.rows.messages import Message, read_messages
@@ -49,7 +49,7 @@ class Choice:
         result: The tokens and logprobs of the answer, for training.
         prompt_ids: The tokens of the prompt.
         tool_calls: The tool calls in OpenAI's format.
-        reasoning: The model's thoughts before the answer, if they are told apart from `text`.
+        reasoning: The model's reasoning before the answer.
     """
 
     text: str
@@ -61,9 +61,10 @@ class Choice:
 
     def message(self) -> dict[str, Any]:
         """Return the choice as a message of the conversation."""
-        if not self.tool_calls:
-            return {"role": "assistant", "content": self.text}
-        return {"role": "assistant", "content": self.text or None, "tool_calls": list(self.tool_calls)}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        return message | ({"content": self.text or None, "tool_calls": [*self.tool_calls]} if self.tool_calls else {})
 
 
 Generate = Callable[[], Awaitable[list[Choice]]]
@@ -101,8 +102,9 @@ class Answering:
     `read_chat` and `count_tokens` may run on a thread, because a large prompt takes long.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: EndpointConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: EndpointConfig, turns: Turns) -> None:
         self.config = config
+        self._turns = turns
         self._tokenizer = tokenizer
         self._vocabulary = len(tokenizer)
 
@@ -115,13 +117,18 @@ class Answering:
         session.take_turns(body.n)
         with _errors_as_api_errors():
             chat, key = session.find(messages, tools)
-            prompt = chat.open_turn()
+            prompt = session.opened(chat)
             branches = [chat.fork() for _ in range(body.n)]
 
         async def generate() -> list[Choice]:
-            replies = await self.ask(session, body, lambda sampling: [branch.reply(sampling) for branch in branches])
-            reads_calls = bool(tools) and body.tool_choice not in ("none", {"type": "none"})
-            choices = [self._choice(body, prompt, reply, reads_calls) for reply in replies]
+            replies = await self.ask(
+                session, body, lambda sampling: [branch.reply(self._turns.sampling(sampling)) for branch in branches]
+            )
+            asked = tools if body.tool_choice not in ("none", {"type": "none"}) else None
+            choices = [
+                self._choice(session, body, prompt, branch, reply, asked or [])
+                for branch, reply in zip(branches, replies, strict=True)
+            ]
             for branch, choice in zip(branches, choices, strict=True):
                 [message] = read_messages([choice.message()], "message")
                 session.remember(key, message, branch)
@@ -154,19 +161,34 @@ class Answering:
                     raise sampling_error(name, f"{getattr(sampling, name):g}", own) from error
             raise
 
-    def _choice(self, body: Body, prompt: Sequence[int], reply: Reply, reads_calls: bool) -> Choice:
+    def _choice(
+        self,
+        session: LiveSession,
+        body: Body,
+        prompt: Sequence[int],
+        chat: ChatFront,
+        reply: Reply,
+        tools: list[dict[str, Any]],
+    ) -> Choice:
+        """Return the turn as the client gets it, and restate it in the conversation as the template takes it."""
         result = reply.result
-        calls = parse_calls(reply.text) if reads_calls else []
+        turn = self._turns.read(reply.text, tools, len(chat.messages))
+        session.tool_calls += turn.calls if tools else ()
         # The agent gets the whole answer as text if one call is malformed, or could not be sent back.
-        if not calls or any(call.problem or not _can_come_back(call) for call in calls):
-            return Choice(self.text(result, body)[0], result.finish_reason, result, prompt)
-        finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
-        before = reply.text.partition("<tool_call>")[0].strip()
-        return Choice(before, finish_reason, result, prompt, tuple(map(_as_openai, calls)))
+        if turn.calls and (not tools or any(call.problem or not _can_come_back(call) for call in turn.calls)):
+            text, _ = self.text(result, body)
+            chat.restate({"role": "assistant", "content": text})
+            return Choice(text, result.finish_reason, result, prompt)
+        chat.restate(self._turns.message(reply.text, turn))
+        text, _ = self.text(result, body, None if turn.content == reply.text else turn.content)
+        finish_reason = "tool_calls" if turn.calls and result.finish_reason == "stop" else result.finish_reason
+        return Choice(text, finish_reason, result, prompt, tuple(map(as_openai, turn.calls)), turn.reasoning)
 
-    def text(self, result: GenerationResult, body: Body) -> tuple[str, str | None]:
-        """Return the text of a response without special tokens, and the stop text that has ended it, if one has."""
-        text = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
+    def text(self, result: GenerationResult, body: Body, content: str | None = None) -> tuple[str, str | None]:
+        """Return the content of a turn, by default all of it, and the stop text that has ended it, if one has."""
+        text = content
+        if text is None:
+            text = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
         stops = [stop for stop in body.stop if stop and stop in text] if result.finish_reason == "stop" else []
         first = min(stops, key=text.find, default=None)
         return text if first is None else text[: text.find(first)], first
@@ -211,11 +233,6 @@ def _can_come_back(call: ToolCall) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _as_openai(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 class Dialect(Generic[BodyT]):

@@ -29,6 +29,7 @@ from spurline_agents.responses import MODEL_NAME, Answering, Choice, Dialect
 from spurline_agents.responses_api import Responses
 from spurline_agents.sessions import SMALL_BYTES, LiveSession
 from spurline_concurrency.calls import end_tasks
+from spurline_environments.tool_formats import Turns
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.protocols.environment import PolicyHandle
 
@@ -61,8 +62,9 @@ _quiet.setLevel(logging.CRITICAL)
 class HarnessServer:
     """A server of the vendors' APIs for all sessions. It listens at `base_url` from `start` until `stop`."""
 
-    def __init__(self, config: EndpointConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: EndpointConfig, tokenizer: PreTrainedTokenizerBase, turns: Turns) -> None:
         self._config = config
+        self._turns = turns
         self._tokenizer = tokenizer
         self.forwarding_key = secrets.token_urlsafe(32)
         """The key of a proxy in this process that serves many sessions. Agents do not get it."""
@@ -73,7 +75,7 @@ class HarnessServer:
         self._busy: set[web.RequestHandler] = set()
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/v1/models", self._models)
-        self._answering = answering = Answering(tokenizer, config)
+        self._answering = answering = Answering(tokenizer, config, turns)
         dialects: dict[str, Dialect[Any]] = {
             "chat/completions": ChatCompletions(answering),
             "completions": Completions(answering),
@@ -135,7 +137,7 @@ class HarnessServer:
 
     def open(self, policy: PolicyHandle, where: str) -> LiveSession:
         """Serve a new session, whose key is for its agent alone."""
-        session = LiveSession(policy, self._tokenizer, self._config, where, self._threads)
+        session = LiveSession(policy, self._tokenizer, self._config, where, self._threads, self._turns)
         self._sessions[session.key] = session
         return session
 

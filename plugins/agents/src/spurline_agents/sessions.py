@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import DataError
 from spurline_agents.bodies import ApiError
 from spurline_agents.configs import EndpointConfig
+from spurline_environments.tool_formats import Turns, call_metrics
+from spurline_environments.tools import ToolCall
 from spurline_rl.chat_front import ChatFront
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
@@ -100,7 +103,7 @@ class DeliveredPolicy:
 class LiveSession:
     """The state of one attempt on one event loop, from the agent's start to its end.
 
-    `where` names the attempt in messages. `threads` read large requests.
+    `where` names the attempt in messages. `threads` read large requests. `turns` reads the model's turns.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class LiveSession:
         config: EndpointConfig,
         where: str,
         threads: ThreadPoolExecutor,
+        turns: Turns,
     ) -> None:
         self.policy = DeliveredPolicy(policy)
         self.where = where
@@ -130,6 +134,11 @@ class LiveSession:
         self.failed = asyncio.Event()
         self.failure: Exception | None = None
         """The error that ends the attempt."""
+        self.tool_calls: list[ToolCall] = []
+        """All calls that the model has written."""
+        self.num_forked = 0
+        """How often a conversation forked."""
+        self._turns = turns
         self._tokenizer = tokenizer
         self._config = config
         self._threads = threads
@@ -178,9 +187,22 @@ class LiveSession:
             chat.add(*messages[start:])
             return chat, key
         self.num_conversations += begins
-        history = self._config.history
-        chat = ChatFront(self.policy, self._tokenizer, messages, tools=tools, history=history, where=self.where)
+        history, agree = self._config.history, partial(self._turns.agree, tools=tools or ())
+        chat = ChatFront(
+            self.policy, self._tokenizer, messages, tools=tools, history=history, where=self.where, agree=agree
+        )
         return chat, key
+
+    def opened(self, chat: ChatFront) -> Sequence[int]:
+        """Return the prompt of the next turn of a conversation, and count whether it forks."""
+        before = chat.num_forked
+        prompt = chat.open_turn()
+        self.num_forked += chat.num_forked - before
+        return prompt
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics of the attempt's turns."""
+        return {**call_metrics(self.tool_calls), "turns/forked": self.num_forked}
 
     def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
         """Remember `chat`, whose last turn is from the model. The client gets this turn as `message`."""

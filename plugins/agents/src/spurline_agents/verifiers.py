@@ -30,6 +30,7 @@ from spurline_agents.environment import result_of
 from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import FORWARDED_KEY, HarnessServer
 from spurline_agents.sessions import LiveSession
+from spurline_environments.tool_formats import Turns
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
@@ -134,6 +135,8 @@ class VerifiersEnvironment:
         self._tokenizer = tokenizer
         self._library = _library()
         self._env = _built(f"the taskset {config.taskset}", self._make)
+        self._turns = Turns(config.tool_format, registry, tokenizer)
+        self.notes = self._turns.notes
         self._starting = asyncio.Lock()
         self._server: HarnessServer | None = None
         self._loop = asyncio.new_event_loop()
@@ -198,7 +201,7 @@ class VerifiersEnvironment:
     async def _started(self) -> HarnessServer:
         async with self._starting:
             if self._server is None:
-                server = HarnessServer(self._config, self._tokenizer)
+                server = HarnessServer(self._config, self._tokenizer, self._turns)
                 await server.start()
                 self._thread.start()
                 started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -257,6 +260,9 @@ class VerifiersEnvironment:
             "turns": len(turns),
             "conversations": live.num_conversations,
             "ended": trace.stop_condition,
-            "metrics": {f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None},
+            "metrics": {
+                **live.counts(),
+                **{f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None},
+            },
         }
         return live.policy.finish(terms, info=info)

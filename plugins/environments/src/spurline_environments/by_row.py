@@ -33,6 +33,7 @@ class ByRow:
             label: registry.create("environment", part, registry=registry, tokenizer=tokenizer, data=data)
             for label, part in config.environments.items()
         }
+        self.notes = [f"{label}: {note}" for label, part in self._parts.items() for note in getattr(part, "notes", ())]
 
     def label_of(self, task: Task) -> str:
         column, row = self._config.column, task.row

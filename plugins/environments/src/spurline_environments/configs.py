@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field
 
-from spurline.config.section import Component, OnResume, Section
+from spurline.config.section import Component, ComponentConfig, OnResume, Section
 from spurline.errors import Problem, listing, suggestion
 from spurline_rl.configs import terms_by_environment, unknown_environment
 from spurline_rl.environments.configs import RewardedEnvironmentConfig, as_environment
@@ -22,6 +22,32 @@ if TYPE_CHECKING:
 
 BUILT_IN_TOOLS = {"calculator": "spurline_environments.calculator:calculator"}
 """Built-in tools, which a config may name without a module."""
+
+
+class ToolFormatConfig(ComponentConfig):
+    """A format in which a model writes reasoning and tool calls. The formats of this package have no settings."""
+
+    kind: ClassVar[str] = "tool_format"
+
+
+class AutoFormatConfig(ToolFormatConfig):
+    """The format of the model's family, found by the marks in its chat template."""
+
+    name: str = "auto"
+
+
+class VllmFormatConfig(ToolFormatConfig):
+    """A format that vLLM can read. Needs vLLM where the run is."""
+
+    name: str = "vllm"
+    parser: str
+    """Name of vLLM's tool parser (its `--tool-call-parser`)."""
+    reasoning: str | None = None
+    """Name of vLLM's reasoning parser (its `--reasoning-parser`). If null, turns have no reasoning."""
+
+
+ToolFormatSetting = Annotated[Annotated[ToolFormatConfig, Component("tool_format")], OnResume.BY_NAME]
+"""The setting `tool_format` of an environment."""
 
 
 def _named_tools(value: Any) -> Any:
@@ -47,9 +73,11 @@ class ToolsConfig(RewardedEnvironmentConfig):
     """Seconds that a call may take. If it takes longer, the model gets an error."""
     failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
     """Reward of each turn with a failed call: a malformed call, a call of an unknown tool, or an error of the tool."""
+    tool_format: ToolFormatSetting = AutoFormatConfig()
+    """How the model writes tool calls and reasoning. `auto` finds the format in the chat template."""
     history: Literal["exact", "retokenize"] = "exact"
-    """How the prompt of a later turn is made. `exact` continues the tokens of the turn before. A chat template that
-    rewrites history then causes an error. `retokenize` renders and encodes each prompt again, as at inference."""
+    """How the prompt of a later turn is made. `exact` continues the tokens of the turn before. If the chat template
+    changes what an earlier turn says, the conversation forks. `retokenize` encodes each prompt again."""
 
     @property
     def most_turns(self) -> int:

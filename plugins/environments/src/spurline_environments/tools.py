@@ -3,18 +3,17 @@
 Data flow: chat row -> first messages -> the model's turn -> tool calls in it -> their results as messages -> the
 next turn ... -> an answer without calls -> reward terms -> Trajectory with one Turn per model turn.
 
-The model writes a call as `<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>`. A turn
-may have several calls. The result of a call that fails is a text that begins with `error:`.
+A tool format reads the calls in a turn, which may have several. The result of a call that fails is a text that begins
+with `error:`.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,10 +23,14 @@ from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline_concurrency.calls import within
 from spurline_environments.configs import BUILT_IN_TOOLS, ToolsConfig
+from spurline_environments.grammars import Schemas
+from spurline_environments.grammars import ToolCall as ToolCall
+from spurline_environments.tool_formats import Turns, call_metrics, readable, result_message
 from spurline_rl.chat_front import ChatFront, PrefixError
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
+from spurline_rl.protocols.rollout_engine import Sampling
 from spurline_rl.rewards.matching import check_reference
 from spurline_rl.scoring import close_all, make_rewards, reward_terms
 from spurline_rl.trajectory import Trajectory
@@ -39,15 +42,6 @@ from spurline_text.rows.formats import Conversation
 from spurline_text.rows.messages import Message
 from spurline_text.rows.rows import BadRowError
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_EXCHANGE: list[Message] = [
-    {"role": "user", "content": "a question"},
-    {"role": "assistant", "content": '<tool_call>{"name": "a_tool", "arguments": {}}</tool_call>'},
-    {"role": "tool", "name": "a_tool", "content": "a result"},
-]
-"""A conversation that tests whether the chat template renders tools."""
-MAX_CALLS = 128
-"""Largest number of calls in one turn."""
 MAX_RESULT_CHARACTERS = 2**18
 """Largest number of characters in all results of one turn."""
 _SHOWN_NAME = 80
@@ -60,27 +54,6 @@ _JSON_TYPES = {
     "list": "array",
     "dict": "object",
 }
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call by the model. If it cannot be made, `problem` says why, else `problem` is empty."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    problem: str = ""
-
-
-def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """Return the calls in a turn's text, in order.
-
-    If there are more than `limit`, only the first `limit` are returned, followed by a call whose `problem` says so.
-    """
-    found = list(islice(_CALL.finditer(text), None if limit is None else limit + 1))
-    calls = [_parse(match[1], is_closed=bool(match[2])) for match in found[:limit]]
-    if len(found) > len(calls):
-        calls.append(ToolCall("", {}, f"a turn may have {limit} tool calls; the others were not made."))
-    return calls
 
 
 class Toolbox:
@@ -134,22 +107,6 @@ class Toolbox:
         return ""
 
 
-def _parse(body: str, *, is_closed: bool) -> ToolCall:
-    example = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
-    if not is_closed:
-        return ToolCall("", {}, f"a tool call was not closed; write {example}.")
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the tool call is not valid JSON ({error}); write {example}.")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall("", {}, f"the tool call has no name; write {example}.")
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return ToolCall(call["name"], {}, f"the arguments of {call['name']} are not an object; write {example}.")
-    return ToolCall(call["name"], arguments)
-
-
 def _as_text(value: Any) -> str:
     try:
         return json.dumps(value)
@@ -189,14 +146,25 @@ def _schema_of(parameter: inspect.Parameter) -> dict[str, str]:
     return {"type": _JSON_TYPES[type_name]} if type_name in _JSON_TYPES else {}
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """The end of a conversation: its reason, the last answer, all calls, and each turn's number of failed calls."""
+
+    why: str
+    response: str
+    calls: Sequence[ToolCall]
+    failed: Sequence[int]
+
+
 class Tools:
     """Runs conversations with tools.
 
     The first prompt has the row's messages up to its last question. The row's last assistant turn is the reference. The
     template shows the tools of the row, or the configured tools if the row has none.
 
-    `info` has prompt, response (the last turn) and reference as texts; messages; calls and failed_calls; and `ended`,
-    which is `answer`, `max_turns`, `length` (a turn was cut off) or `context` (another turn does not fit).
+    `info` has prompt, response (the last turn without reasoning and calls) and reference as texts; messages; calls and
+    failed_calls; metrics; and `ended`, which is `answer`, `max_turns`, `length` (a turn was cut off), `context`
+    (another turn does not fit) or `refused` (the template refuses what the model wrote).
     """
 
     def __init__(
@@ -206,32 +174,36 @@ class Tools:
         self._tokenizer = tokenizer
         self._toolbox = Toolbox(config.tools, config.tool_timeout_s)
         self._schemas = self._toolbox.schemas()
+        self._turns = Turns(config.tool_format, registry, tokenizer)
+        self.notes = self._turns.notes
         self._refuses_left_out = data.on_ignored == "error"
         if self._refuses_left_out:
-            self._require_shown(_EXCHANGE, self._schemas, "environment tools")
+            self._require_shown(self._turns.exchange, self._schemas, "environment tools")
         self._rewards = make_rewards(config.rewards, registry)
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         question = self._read(task)
         messages, tools = self._opening(question, task.location)
         where = f"{task.location} (prompt {task.uid}, sample {task.sample})"
-        chat = ChatFront(policy, self._tokenizer, messages, tools=tools, history=self._config.history, where=where)
-        ended, calls, failed = await self._converse(chat)
+        agree = partial(self._turns.agree, tools=tools)
+        history = self._config.history
+        chat = ChatFront(policy, self._tokenizer, messages, tools=tools, history=history, where=where, agree=agree)
+        end = await self._converse(chat, tools, self._turns.sampling(policy.sampling))
         prompt = str(self._tokenizer.decode(policy.turns[0].prompt_ids.tolist(), skip_special_tokens=False))
-        response = str(self._tokenizer.decode(policy.turns[-1].response_ids.tolist(), skip_special_tokens=True))
-        answer = Answer(prompt, response, question.reference, task.row, chat.messages)
+        answer = Answer(prompt, end.response, question.reference, task.row, chat.messages)
         info = {
             "prompt": prompt,
-            "response": response,
+            "response": end.response,
             "reference": answer.reference,
             "messages": list(chat.messages),
-            "ended": ended,
-            "calls": sum(calls),
-            "failed_calls": sum(failed),
+            "ended": end.why,
+            "calls": len(end.calls),
+            "failed_calls": sum(end.failed),
         }
-        penalties = [self._config.failed_call_reward if number else 0.0 for number in failed]
+        penalties = [self._config.failed_call_reward if number else 0.0 for number in end.failed]
         terms = await reward_terms(self._rewards, answer)
-        info["metrics"] = answer.metrics
+        counts = {**call_metrics(end.calls, sum(end.failed)), "turns/forked": chat.num_forked}
+        info["metrics"] = {**counts, **answer.metrics}
         return policy.finish(terms, turn_rewards=penalties if any(penalties) else None, info=info)
 
     def first_prompt(self, task: Task) -> Sequence[int]:
@@ -265,35 +237,40 @@ class Tools:
         found = find_left_out(renderer, Conversation([*messages], tools), add_generation_prompt=True)
         refuse_left_out(found, self._tokenizer, where)
 
-    async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
-        """Let the model take turns. Returns why they end, and for each turn the numbers of calls and failed calls."""
-        calls: list[int] = []
+    async def _converse(self, chat: ChatFront, tools: Schemas, sampling: Sampling) -> _Ended:
+        """Let the model take turns."""
+        calls: list[ToolCall] = []
         failed: list[int] = []
+        response = ""
         while True:
+            why = "refused"
             try:
-                reply = await chat.reply()
+                chat.open_turn()
+                why = "context"
+                reply = await chat.reply(sampling)
             except DataError as error:
-                # An error in the first turn is an error of the row. A later error means that the context is full.
-                if isinstance(error, PrefixError) or not calls:
+                # An error in the first turn is an error of the row. Later, the template refuses what the model wrote,
+                # or the context is full.
+                if isinstance(error, PrefixError) or not failed:
                     raise
-                return "context", calls, failed
-            found = parse_calls(reply.text, MAX_CALLS)
-            was_cut = reply.result.finish_reason == "length"
-            calls.append(len(found))
+                return _Ended(why, response, calls, failed)
+            turn = self._turns.read(reply.text, tools, len(chat.messages))
+            response = readable(reply, turn, self._tokenizer)
+            calls += turn.calls
             failed.append(0)
-            if not found or was_cut:
-                return "length" if was_cut else "answer", calls, failed
-            if len(calls) == self._config.max_turns:
-                return "max_turns", calls, failed
+            if reply.result.finish_reason == "length":
+                return _Ended("length", response, calls, failed)
+            chat.restate(self._turns.message(reply.text, turn))
+            if not turn.calls or len(failed) == self._config.max_turns:
+                return _Ended("max_turns" if turn.calls else "answer", response, calls, failed)
             left = MAX_RESULT_CHARACTERS
-            for call in found:
+            for call in turn.calls:
                 text, has_failed = await self._toolbox.answer(call)
                 if len(text) > left:
                     text = f"{text[:left]}\n(cut: {len(text):,} characters, more than a turn's results may have)"
                 left = max(0, left - len(text))
                 failed[-1] += has_failed
-                name = _encodable(call.name[:_SHOWN_NAME])
-                chat.add({"role": "tool", **({"name": name} if name else {}), "content": text})
+                chat.add(result_message(replace(call, name=_encodable(call.name[:_SHOWN_NAME])), text))
 
     def _read(self, task: Task) -> ChatQuestion:
         """Return the row as a conversation. Raises DataError for a row of plain text."""

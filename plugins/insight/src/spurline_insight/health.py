@@ -64,6 +64,8 @@ LARGEST_CUT_SHARE = 0.3
 """Limit of the share of turns that end at the token limit."""
 LARGEST_FAILED_SHARE = 0.05
 """Limit of the share of turns that end with an abort or an error."""
+LARGEST_UNPARSED_SHARE = 0.05
+"""Limit of the share of tool calls that cannot be read. Models that know their format write almost none."""
 LARGEST_REJECTED_SHARE = 0.3
 """Limit of the share of tokens that a correction leaves out."""
 LARGEST_UNKNOWN_SUPPORT = 0.01
@@ -363,6 +365,12 @@ def _judged_groups(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         yield (
             "failed_turns",
             f"{failed:.0%} of responses ended with an abort or an error of the engine. Look at the engine's own log.",
+        )
+    if (unparsed := metrics.get("tools/unparsed", 0.0)) > LARGEST_UNPARSED_SHARE:
+        yield (
+            "unparsed_calls",
+            f"{unparsed:.0%} of tool calls cannot be read, so the model only gets errors. Look at the sample answers. "
+            "If the calls are in the format of another model, set the environment's tool_format.",
         )
     if (rejected := metrics.get("correction/rejected", 0.0)) > LARGEST_REJECTED_SHARE:
         yield (

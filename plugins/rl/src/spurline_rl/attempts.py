@@ -70,6 +70,11 @@ class Attempts:
         """Return whether the environment knows the first prompt of an attempt beforehand."""
         return isinstance(self._environment, ShowsPrompt)
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Return what the environment says about itself, for `spurline plan` and for the start of a run."""
+        return getattr(self._environment, "notes", ())
+
     async def evaluate(
         self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
     ) -> Sequence[Outcome]:

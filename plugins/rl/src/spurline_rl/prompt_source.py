@@ -169,7 +169,11 @@ class PromptSource(BatchSource):
         shows, datasets = self._attempts.shows_prompts, self._prompts.datasets
         return {
             **facts,
-            "notes": facts["notes"] + (plain_text_notes(datasets, self._context.tokenizer) if shows else []),
+            "notes": [
+                *facts["notes"],
+                *(plain_text_notes(datasets, self._context.tokenizer) if shows else []),
+                *self._attempts.notes,
+            ],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",

@@ -156,7 +156,8 @@ class Environment(Protocol):
     Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance makes
     all attempts, many at the same time on one event loop, so `run` must keep its state in local variables. Time limits
     cannot stop code that does not await. Run slow code with `spurline_concurrency.calls.in_thread` or in a process. An
-    environment that holds processes or files also has `close()`, plain or async.
+    environment that holds processes or files also has `close()`, plain or async. It may have `notes`, sentences that
+    `spurline plan` and the start of a run show.
     """
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
