@@ -21,7 +21,7 @@ from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import HarnessServer
 from spurline_agents.sessions import LiveSession
 from spurline_concurrency.calls import end_tasks
-from spurline_environments.tool_formats import Turns, call_metrics
+from spurline_environments.tool_formats import Turns
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.scoring import checked_score, close_all, make_rewards, reward_terms
@@ -128,8 +128,7 @@ class HarnessEnvironment:
         }
         judged = Answer(prompt, answer, session.reference, session.row, messages)
         terms = await self._terms(live, value, judged)
-        counts = {**call_metrics(live.tool_calls), "turns/forked": live.num_forked}
-        return live.policy.finish(terms, info={**info, "metrics": {**counts, **judged.metrics}})
+        return live.policy.finish(terms, info={**info, "metrics": {**live.counts(), **judged.metrics}})
 
     async def _terms(self, live: LiveSession, value: Any, answer: Answer) -> Mapping[str, float]:
         if not self._rewards:

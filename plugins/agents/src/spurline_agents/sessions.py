@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import DataError
 from spurline_agents.bodies import ApiError
 from spurline_agents.configs import EndpointConfig
-from spurline_environments.tool_formats import Turns
+from spurline_environments.tool_formats import Turns, call_metrics
 from spurline_environments.tools import ToolCall
 from spurline_rl.chat_front import ChatFront
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle
@@ -199,6 +199,10 @@ class LiveSession:
         prompt = chat.open_turn()
         self.num_forked += chat.num_forked - before
         return prompt
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics of the attempt's turns."""
+        return {**call_metrics(self.tool_calls), "turns/forked": self.num_forked}
 
     def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
         """Remember `chat`, whose last turn is from the model. The client gets this turn as `message`."""

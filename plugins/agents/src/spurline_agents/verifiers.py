@@ -30,7 +30,7 @@ from spurline_agents.environment import result_of
 from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import FORWARDED_KEY, HarnessServer
 from spurline_agents.sessions import LiveSession
-from spurline_environments.tool_formats import Turns, call_metrics
+from spurline_environments.tool_formats import Turns
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
@@ -134,9 +134,9 @@ class VerifiersEnvironment:
         self._config = config
         self._tokenizer = tokenizer
         self._library = _library()
+        self._env = _built(f"the taskset {config.taskset}", self._make)
         self._turns = Turns(config.tool_format, registry, tokenizer)
         self.notes = self._turns.notes
-        self._env = _built(f"the taskset {config.taskset}", self._make)
         self._starting = asyncio.Lock()
         self._server: HarnessServer | None = None
         self._loop = asyncio.new_event_loop()
@@ -261,8 +261,7 @@ class VerifiersEnvironment:
             "conversations": live.num_conversations,
             "ended": trace.stop_condition,
             "metrics": {
-                **call_metrics(live.tool_calls),
-                "turns/forked": live.num_forked,
+                **live.counts(),
                 **{f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None},
             },
         }
