@@ -106,10 +106,10 @@ def load_config(
     weakref.finalize(host, place.freed.close)
     try:
         config = model.model_validate(values, context=place)
-        sections = [] if recorded else sections_within(config)
         problems = [
             Problem(".".join(filter(None, (path, problem.key))), problem.message)
-            for path, section in sections
+            for path, section in sections_within(config)
+            if not recorded
             for problem in section.problems(config)
         ]
         if problems:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from spurline.errors import ConfigError, listing
 from spurline.plugins.registry import Registry
@@ -119,21 +119,22 @@ class Turns:
         name, why = name_of_format(tokenizer) if config.name == "auto" else (config.name, "the config names it")
         self.notes = (f"tool calls: format {name}, since {why}",)
 
-        def shown(form: Form | None = None, num_calls: int = 1, **said: Any) -> str:
+        def shown(said: Mapping[str, Any], form: Form | None = None, num_calls: int = 1) -> str:
             answered = [_QUESTION, {"role": "assistant", **said}]
             return _render(tokenizer, _exchange(form, num_calls, **said) if form else answered)
 
         thought = "spurlinethought"
-        self._key = next((key for key in REASONING_KEYS if thought in shown(content="", **{key: thought})), None)
+        self._key = next((key for key in REASONING_KEYS if thought in shown({"content": "", key: thought})), None)
         # A template that joins texts would show an object as Python writes it.
         forms: tuple[Form, ...] = (dict, json.dumps)
-        takes = (form for form in forms if "spurlinevalue0" in (text := shown(form)) and "{'" not in text)
+        takes = (form for form in forms if "spurlinevalue0" in (text := shown({}, form)) and "{'" not in text)
         self._form = next(takes, None)
         # Some templates refuse a second call, or leave it out.
-        self._takes_many = "spurlinevalue1" in shown(self._form, num_calls=2)
-        self._takes_both = bool(shown(self._form, **{"content": "a text", self._key or "reasoning": "a thought"}))
+        self._takes_many = "spurlinevalue1" in shown({}, self._form, num_calls=2)
+        both = {"content": "a text", self._key or "reasoning": "a thought"}
+        self._takes_both = bool(shown(both, self._form))
         self.exchange = _exchange(self._form)
-        special = tokenizer.get_added_vocab()
+        special: dict[str, int] = cast(Any, tokenizer).get_added_vocab()
         self._ends = [special[end] for end in getattr(self._format, "ends", ()) if end in special]
 
     def sampling(self, sampling: Sampling) -> Sampling:

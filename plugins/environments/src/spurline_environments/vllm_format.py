@@ -33,7 +33,7 @@ class VllmFormat:
                 f"is 'vllm', but vLLM's parsers cannot be imported: {error}. Install vllm, or choose another format.",
             ) from error
         self._tokenizer = tokenizer
-        self._request = ChatCompletionRequest
+        self._request: Any = ChatCompletionRequest
         self._parser = _found(ToolParserManager.get_tool_parser, ToolParserManager, "parser", config.parser)
         self._reasoning = (
             None
