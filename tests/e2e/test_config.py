@@ -33,7 +33,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 def validator() -> Any:
     """A validator of the JSON schema. Checking the schema itself takes longer than all examples."""
     validators = pytest.importorskip("jsonschema.validators")
-    recipes = ["curricula", "distillation", "evals", "objectives", "reward_models"]
+    recipes = ["agents", "curricula", "distillation", "evals", "objectives", "reward_models"]
     host = PluginHost.load(["collation_fast", "async_rl", "fsdp_backend", "megatron_backend", *recipes])
     schema = config_model(host).model_json_schema()
     kind = validators.validator_for(schema)

@@ -64,7 +64,13 @@ def test_a_plan_shows_the_first_prompt_as_the_model_gets_it(rl_config: Config) -
 
 def test_a_plan_shows_tools_in_the_prompt_of_an_environment_that_has_some(rl_config: Config) -> None:
     rewards = rl_config["source"]["environment"]["rewards"]
-    rl_config["source"]["environment"] = {"name": "tools", "tools": ["calculator"], "rewards": rewards}
+    rl_config["source"]["environment"] = {
+        "name": "tools",
+        "tools": ["calculator"],
+        # The template below has no marks of a family.
+        "tool_format": "hermes",
+        "rewards": rewards,
+    }
     template = Path(rl_config["run_dir"]).parent / "tools.jinja"
     turns = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %}"
     template.write_text("{{ tools[0]['function']['name'] }} for " + turns, encoding="utf-8")

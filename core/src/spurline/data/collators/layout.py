@@ -115,7 +115,7 @@ def _shared_extra_columns(rows: Sequence[Sequence[Segment]]) -> dict[str, Any]:
 
 def _to_tensor(rows: list[list[Any]], dtype: torch.dtype, length: int) -> Tensor:
     values = np.array(rows, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
-    return torch.from_numpy(values.reshape(len(rows), length))
+    return torch.from_numpy(values if rows else values.reshape(0, length))
 
 
 def sample_segments(samples: TokenView) -> list[Segment]:
