@@ -91,7 +91,7 @@ def test_a_reward_model_learns_which_answers_are_better_and_is_the_reward_of_a_r
         "steps": 4,
     }
     assert make_plan(load_config(judged)).problems == []
-    for name, unread in (("suffix", "<|im_end|>"), ("timeout_s", 5)):
+    for name, unread in (("suffix", "<|im_end|>"), ("request_timeout_s", 5)):
         source["environment"]["rewards"]["quality"][name] = unread
         with pytest.raises(ConfigError, match=f"{name} is for a served model, and a model"):
             load_config(judged)
