@@ -43,7 +43,7 @@ class SingleTurn:
         answer = Answer(example.prompt_text, response, example.reference_text, task.row)
         info = {"prompt": answer.prompt, "response": response, "reference": answer.reference}
         terms = await reward_terms(self._rewards, answer)
-        return policy.finish(terms, info={**info, "metrics": answer.metrics})
+        return policy.finish(terms, info=info | ({"metrics": answer.metrics} if answer.metrics else {}))
 
     def first_prompt(self, task: Task) -> Sequence[int]:
         """See `ShowsPrompt`."""
