@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from async_runs import kept_attempts
 from config_files import merged
 from every_run import IN_LONG_RUNS, SOAK
-from run_helpers import Config, KillableProcess, assert_same_run, kept_steps, train, write_pairs, write_rows
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from run_helpers import (
+    Config,
+    KillableProcess,
+    assert_same_run,
+    kept_steps,
+    train,
+    write_pairs,
+    write_rows,
+    write_scorer,
+)
 
 from spurline_models.testing import write_tiny_model
 
@@ -116,9 +123,7 @@ def write_files(folder: Path) -> None:
     write_pairs(folder / "pairs.jsonl", 30, seed=0)
     write_pairs(folder / "held_out.jsonl", 11, seed=1)
     teacher = write_tiny_model(folder / "teacher", seed=5)
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_pretrained(teacher, num_labels=1).save_pretrained(folder / "scorer")
-    AutoTokenizer.from_pretrained(teacher).save_pretrained(folder / "scorer")
+    write_scorer(folder / "scorer", teacher)
     for name, count in (("rows", 14), ("others", 9)):
         said = [(f"say {number} {name}", str(number) * (1 + number % 4)) for number in range(count)]
         rows: list[dict[str, Any]] = [

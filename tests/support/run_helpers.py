@@ -219,6 +219,16 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
+def write_scorer(folder: Path, base: str | PathLike[str]) -> Path:
+    """Write a reward model with a random score head on the layers of `base`, and its tokenizer."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
 def write_pairs(path: Path, count: int, seed: int) -> Path:
     """Write rows of preference pairs. Digits in order are preferred to digits in reverse."""
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics
+from run_helpers import assert_same_weights, deterministic, read_metrics, write_scorer
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
@@ -124,7 +124,8 @@ def test_a_run_with_an_agent_and_a_reward_model_can_be_repeated_and_resumed_exac
     }
     with pytest.raises(ConfigError, match="no model with the role 'judge'"):
         load_config(harness_config)
-    harness_config["model"] = model | {"frozen": {"judge": model | {"init": "random", "head": "score"}}}
+    scorer = write_scorer(tmp_path / "scorer", model["path"])
+    harness_config["model"] = model | {"frozen": {"judge": {"path": str(scorer), "head": "score"}}}
     whole = harness_config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
     assert all(line["rewards/quality"] != 0 for line in read_metrics(tmp_path / "whole"))
