@@ -88,10 +88,13 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
     assert kinds == {
         # datasets
         *("format", "columns", "weight", "share", "on_bad_row", "label", "subset", "split", "revision", "append_eos"),
+        *("constants", "skip", "limit"),
         # orders of samples
         *("column", "direction", "failed", "floor", "pool_batches", "reward", "solved", "stages"),
         # losses, rewards, environments
         *("loss_type", "ignore_case", "rewards", "history", "command", "ignore_sampling"),
+        # several environments, tool formats
+        *("environments", "advantages", "other", "parser", "reasoning"),
         # sources
         *("prompts_per_step", "samples_per_prompt", "environment", "advantage", "faults", "carry"),
         *("buffer_rows", "shuffle"),

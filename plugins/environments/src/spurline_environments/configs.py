@@ -123,7 +123,7 @@ class ByRowConfig(EnvironmentConfig):
         dict[str, Annotated[EnvironmentConfig, Component("environment")]], BeforeValidator(_as_environments)
     ] = Field(min_length=1)
     """The environments by label, each with its own rewards and settings."""
-    limits: dict[str, AttemptLimits] = {}
+    limits: Annotated[dict[str, AttemptLimits], OnResume.BY_NAME] = {}
     """Limits of single environments, by label."""
 
     @property
