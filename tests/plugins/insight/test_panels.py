@@ -25,7 +25,8 @@ NAMES = [
     "eval/pass@1", "eval/pass@4", "eval/reward", "eval/rewards/format", "eval/failed",
 ]  # fmt: skip
 PANELS_OF_OTHER_RUNS = {
-    *("GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "PreferencePanel", "ResponsesPanel", "RewardPanel")
+    *("EnvironmentsPanel", "GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "PreferencePanel"),
+    *("ResponsesPanel", "RewardPanel"),
 }
 SUPERVISED_PANELS = [name for name in PANELS if name not in PANELS_OF_OTHER_RUNS]
 
