@@ -50,7 +50,7 @@ def test_the_page_holds_plotly_once_and_every_panel_that_has_something_to_show(
     assert len(packed_plotly) == 1
     assert gzip.decompress(base64.b64decode(packed_plotly[0])).decode() == get_plotlyjs()
     titles = re.findall(r'<section class="panel"><h2>(.*?)</h2>', html)
-    of_rollouts = {"Reward", "Groups", "Responses", "Policy", "Mismatch of rollout and trainer"}
+    of_rollouts = {"Environments", "Reward", "Groups", "Responses", "Policy", "Mismatch of rollout and trainer"}
     of_other_runs = {"Health", "Preferences", *of_rollouts}
     assert titles == [panel.title for panel in panels if panel.title not in of_other_runs]
     assert len(titles) == 11
