@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from spurline.errors import DataError, listing, suggestion
 from spurline_objectives.configs import TURNS, GdpoConfig, TurnGrpoConfig
-from spurline_rl.advantages.shared import Returns, center, discounted_sums, relative_to_group
+from spurline_rl.advantages.shared import Returns, center, discounted_sums, refuse_single_samples
 from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.trajectory import Group, are_equal
 
@@ -37,8 +37,7 @@ class Gdpo:
 
     def advantages(self, scored: ScoredGroups) -> Mapping[str, Column]:
         config = self._config
-        # This refuses groups of one sample.
-        relative_to_group(scored, config.name, center)
+        refuse_single_samples(scored, config.name)
         sums = [self._sum(group, returns) for group, returns in zip(scored.groups, scored.returns, strict=True)]
         spread = np.concatenate(sums).std() + config.eps if config.normalize_batch and sums else 1.0
         return scored.spread([values / spread for values in sums])
@@ -85,7 +84,7 @@ class TurnGrpo:
         self._config = config
 
     def advantages(self, scored: ScoredGroups) -> Mapping[str, Column]:
-        relative_to_group(scored, self._config.name, center)
+        refuse_single_samples(scored, self._config.name)
         sums = np.append(0.0, np.cumsum(scored.column("rewards"), dtype=np.float64))
         start = 0
         found = [np.zeros(0, np.float32)]

@@ -39,6 +39,12 @@ def relative_to_group(scored: ScoredGroups, name: str, rule: Callable[[Returns],
     Raises:
         DataError: If a group has only one sample.
     """
+    refuse_single_samples(scored, name)
+    return [np.zeros_like(returns) if are_equal(returns) else rule(returns) for returns in scored.returns]
+
+
+def refuse_single_samples(scored: ScoredGroups, name: str) -> None:
+    """Raise DataError if a group has only one sample, which the algorithm `name` cannot compare."""
     for group, returns in zip(scored.groups, scored.returns, strict=True):
         if len(returns) < 2:
             raise DataError(
@@ -46,7 +52,6 @@ def relative_to_group(scored: ScoredGroups, name: str, rule: Callable[[Returns],
                 "prompt with each other. Set source.samples_per_prompt to 2 or more (8 is usual), or choose an "
                 "advantage that needs no group: reinforce_pp with baseline: batch, or gae."
             )
-    return [np.zeros_like(returns) if are_equal(returns) else rule(returns) for returns in scored.returns]
 
 
 def discounted_sums(values: NDArray[np.float64], lengths: NDArray[np.int64], factor: float) -> NDArray[np.float64]:
