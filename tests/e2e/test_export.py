@@ -192,7 +192,7 @@ def test_a_run_that_was_recorded_with_all_packages_is_exported_with_text_and_mod
 ) -> None:
     recorded = json.loads((train(base_config, steps=2).run_dir / "config.json").read_text())
     assert {"critic", "cluster", "report"} <= recorded.keys()
-    without = ["-preference", "-rl", "-ranks", "-insight", "-planning", "-trackers"]
+    without = ["-preference", "-environments", "-rl", "-ranks", "-insight", "-planning", "-trackers"]
     loaded = load_config({**recorded, "plugins": without}, recorded=True)
     assert set(loaded.host.plugins) == {"core", "text", "models"}
     export_run(loaded, tmp_path / "model")

@@ -29,7 +29,9 @@ def test_a_run_goes_on_with_less_memory_and_learns_the_same(base_config: Config)
 
 def test_a_run_goes_on_where_a_package_came_or_went(base_config: Config) -> None:
     train(base_config, steps=2)
-    assert train(base_config, steps=4, plugins=["-rl", "-trackers"], allow_change=["plugins"]).step == 4
+    assert (
+        train(base_config, steps=4, plugins=["-environments", "-rl", "-trackers"], allow_change=["plugins"]).step == 4
+    )
 
 
 def test_an_allowed_change_counts_from_the_checkpoint_on_and_stays_in_the_history(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from spurline_concurrency import calls as calls_module
-from spurline_concurrency.calls import CANCEL_TIMEOUT_S, Places, TimeLimit, located
+from spurline_concurrency.calls import CANCEL_TIMEOUT_S, Places, TimeLimit
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Ending = Literal["returns", "raises", "cancels itself", "clings"]
@@ -198,12 +196,3 @@ def test_an_error_after_the_time_limit_is_not_told_in_place_of_it():
     places = Places(1, LIMIT_S, lambda: 0.0, "the.limit")
     with pytest.raises(AttemptFailedError, match=r"^job 0 did not end within 33 s \(the\.limit\)\.$"):
         run_virtually(run(places, "job 0", spiteful))
-
-
-def test_an_error_is_described_although_another_thread_imports_meanwhile(monkeypatch: pytest.MonkeyPatch):
-    class Imports:
-        def fullmatch(self, name: str) -> None:
-            monkeypatch.setitem(sys.modules, f"imported_after_{name}", sys)
-
-    monkeypatch.setattr(calls_module, "_OURS", Imports())
-    assert located(KeyError("unit")) == "KeyError: 'unit'"

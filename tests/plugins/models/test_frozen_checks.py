@@ -99,4 +99,4 @@ def test_a_role_without_a_model_is_an_error_that_shows_what_to_add(tmp_path: Pat
     )
     assert problem.endswith("model:\n  frozen:\n    teacher:\n      path: FOLDER_OR_HUB_NAME")
     [problem] = problems(teacher={"path": "x"}, policy={"path": "x"})
-    assert problem.startswith("frozen.policy is the role of a model that is trained")
+    assert problem.startswith("frozen.policy has a name with another meaning.")

@@ -151,7 +151,8 @@ class ModelConfig(WeightsConfig):
     role `reference` is the trained model as it was when the run began, unless it is given here."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        for role in sorted(run.frozen_roles - self.frozen.keys() - {"reference"}):
+        missing = sorted(run.frozen_roles - self.frozen.keys() - {"reference"})
+        for role in missing:
             yield Problem(
                 "frozen",
                 f"has no model with the role '{role}', which this run uses.{suggestion(role, self.frozen)} Add it:\n"
@@ -166,10 +167,11 @@ class ModelConfig(WeightsConfig):
         elif self.head == "score" and (run.asks_for_answers or run.checkpoint.export_adapter):
             what = "checkpoint.export_adapter" if run.checkpoint.export_adapter else "the evaluation by answers"
             yield Problem("head", f"is score, and {what} needs a vocabulary. Remove it.")
-        for role in sorted(self.frozen.keys() - run.frozen_roles):
-            yield Problem(f"frozen.{role}", "is a model that nothing in this run uses. Use its role, or remove it.")
-        for role in sorted(self.frozen.keys() & {"policy", "critic", "old", "rollout"}):
-            yield Problem(f"frozen.{role}", "has a name with another meaning. Choose another name.")
+        for role in sorted(self.frozen):
+            if role in {"policy", "critic", "old", "rollout"}:
+                yield Problem(f"frozen.{role}", "has a name with another meaning. Choose another name.")
+            elif role not in run.frozen_roles and not missing:
+                yield Problem(f"frozen.{role}", "is a model that nothing in this run uses. Use its role, or remove it.")
         if is_kept_model(self.path) and self.tokenizer is None:
             yield Problem("tokenizer", "is required with a model object. Give a tokenizer, or its name or folder.")
         if self.router_aux_loss is not None and not run.backend.facts.balances_experts:

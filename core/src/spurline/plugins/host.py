@@ -209,7 +209,7 @@ class PluginHost:
             for needed in plugin.declaration.requires:
                 if needed not in enabled:
                     listed = f"Add it to the list: plugins: [{needed}, {name}]"
-                    how = f"Take -{needed} out of plugins" if f"-{needed}" in names else listed
+                    how = f"Take -{needed} out of plugins, or add -{name}" if f"-{needed}" in names else listed
                     raise PluginError(f"Plugin '{name}' requires '{needed}'. {how}.")
 
     def _register(self) -> None:
