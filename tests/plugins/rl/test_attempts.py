@@ -15,7 +15,8 @@ from scripted_groups import Behaviour, Prompt, Scripted, answer, one_token
 from spurline.errors import ConfigError, PluginError
 from spurline_rl.advantages.configs import GrpoConfig
 from spurline_rl.attempts import Attempts
-from spurline_rl.configs import CutOffConfig, HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
+from spurline_rl.configs import CutOffConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine

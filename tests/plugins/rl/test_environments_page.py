@@ -20,7 +20,7 @@ from spurline.config.run_config import DataConfig
 from spurline.config.section import Component, ComponentConfig, Section
 from spurline.plugins.host import InstalledPlugin, PluginHost
 from spurline.protocols.dataset import DatasetConfig
-from spurline_rl.configs import HeldOutConfig
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.testing import EnvironmentContract
 from spurline_rl.testing.environment_contract import ScriptedEngine

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.errors import ConfigError, DataError, PluginError
-from spurline_rl.configs import HeldOutConfig, SuccessConfig, success_problems
+from spurline_rl.evaluation_configs import HeldOutConfig, SuccessConfig, success_problems
 from spurline_rl.held_out import deciding_term, has_passed
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer

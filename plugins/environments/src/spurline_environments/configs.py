@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from spurline.config.section import Component, ComponentConfig, OnResume, Section
 from spurline.errors import Problem, listing, suggestion
-from spurline_rl.configs import terms_by_environment, unknown_environment
 from spurline_rl.environments.configs import RewardedEnvironmentConfig, as_environment
+from spurline_rl.evaluation_configs import terms_by_environment, unknown_environment
 from spurline_rl.function_settings import FunctionSetting, name_of
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.advantage import AdvantageConfig

@@ -32,8 +32,8 @@ from spurline_evals.configs import LmEvalConfig
 from spurline_models.abilities import Generates
 from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
-from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.held_out import HELD_OUT, MakesAttempts
 from spurline_rl.protocols.environment import PolicyHandle, Task
 from spurline_rl.trajectory import Group, Trajectory

@@ -18,7 +18,7 @@ from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_models.abilities import Generates
-from spurline_rl.configs import AnswersEvaluationConfig
+from spurline_rl.evaluation_configs import AnswersEvaluationConfig
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.matching import check_reference

@@ -16,8 +16,9 @@ import numpy as np
 
 from spurline.errors import ConfigError
 from spurline.protocols.source import SourceContext
-from spurline_rl.configs import CUT_OFF, OVERLONG, HeldOutConfig, PromptSourceConfig, support_width
+from spurline_rl.configs import CUT_OFF, OVERLONG, PromptSourceConfig, support_width
 from spurline_rl.draws import Draw, PromptDraws
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
 from spurline_rl.policy import EnginePolicy

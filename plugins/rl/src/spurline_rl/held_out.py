@@ -20,8 +20,13 @@ from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
 from spurline.protocols.source import SourceContext
-from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, success_problems, terms_by_environment
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
+from spurline_rl.evaluation_configs import (
+    HeldOutConfig,
+    RolloutsEvaluationConfig,
+    success_problems,
+    terms_by_environment,
+)
 from spurline_rl.group_runner import GivenUpPrompt, Outcome
 from spurline_rl.metrics import all_returns, mean_terms
 from spurline_rl.protocols.environment import Environment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
-from spurline_rl import configs, hookspecs
+from spurline_rl import configs, evaluation_configs, hookspecs
 from spurline_rl.advantages import configs as advantages
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.environments.configs import CustomConfig, SingleTurnConfig
@@ -32,13 +32,13 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add_kind(WeightSyncConfig, "spurline_rl.protocols.weight_sync:WeightSync")
     registry.add_hookspecs(hookspecs)
     registry.add_section("critic", RolloutCriticConfig, optional=True)
-    registry.add_section("evaluation.generate", configs.GenerationEvalConfig, optional=True)
+    registry.add_section("evaluation.generate", evaluation_configs.GenerationEvalConfig, optional=True)
     add = registry.add
     add(configs.RolloutSourceConfig, "spurline_rl.source:RolloutSource")
     add(configs.RolloutsCollatorConfig, "spurline_rl.rollout_batches:RolloutsCollator")
     add(RewardAdaptiveOrderConfig, "spurline_rl.reward_adaptive:RewardAdaptiveOrder")
-    add(configs.AnswersEvaluationConfig, "spurline_rl.answers:AnswersEvaluation")
-    add(configs.RolloutsEvaluationConfig, "spurline_rl.held_out:RolloutsEvaluation")
+    add(evaluation_configs.AnswersEvaluationConfig, "spurline_rl.answers:AnswersEvaluation")
+    add(evaluation_configs.RolloutsEvaluationConfig, "spurline_rl.held_out:RolloutsEvaluation")
     add(ByPromptConfig, "spurline_rl.rollout_batches:ByPrompt")
 
     add(losses.PolicyGradientConfig, "spurline_rl.losses.algorithms:PolicyGradient")

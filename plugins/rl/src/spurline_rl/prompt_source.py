@@ -24,8 +24,9 @@ from spurline.protocols.held_out import HeldOutEvaluation
 from spurline.protocols.source import BatchSource, FirstPrompt, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline_rl.attempts import Attempts
-from spurline_rl.configs import HeldOutConfig, PromptSourceConfig
+from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.group_runner import GivenUpPrompt, Outcome, carried, reasons_of, tags_of
 from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER

@@ -18,7 +18,7 @@ import numpy as np
 from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError
 from spurline.plugins.registry import Registry
 from spurline_concurrency.calls import all_or_none, in_thread, is_async, located
-from spurline_rl.configs import unknown_term
+from spurline_rl.evaluation_configs import unknown_term
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer, Reward, RewardConfig, ScoresMany
 from spurline_rl.trajectory import Trajectory, Turn, with_fields

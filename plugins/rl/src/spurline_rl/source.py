@@ -17,8 +17,9 @@ from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
-from spurline_rl.configs import HeldOutConfig, RolloutSourceConfig
+from spurline_rl.configs import RolloutSourceConfig
 from spurline_rl.draws import Draw, SkippedRow
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import PromptSource, collect_groups
 from spurline_rl.protocols.environment import Environment

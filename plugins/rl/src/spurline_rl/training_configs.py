@@ -13,7 +13,7 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline_rl.configs import terms_by_environment, unknown_term
+from spurline_rl.evaluation_configs import terms_by_environment, unknown_term
 from spurline_rl.protocols.adaptive_order import AdaptiveOrderConfig, ScoredDraw
 
 

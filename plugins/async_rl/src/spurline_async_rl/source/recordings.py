@@ -28,8 +28,8 @@ from spurline.protocols.stateful import StateParts
 from spurline.run.checkpoints.state_files import read_state, write_state
 from spurline_async_rl.source.configs import RecordedRolloutsConfig
 from spurline_async_rl.source.staleness import staleness_metrics
-from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import Collected, PromptSource
 from spurline_rl.protocols.environment import Environment

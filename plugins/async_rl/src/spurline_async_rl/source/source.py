@@ -40,8 +40,8 @@ from spurline_async_rl.weights.buckets import weights_on_gpu
 from spurline_models.abilities import YieldsDevice
 from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
-from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
+from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import Collected, PromptSource
 from spurline_rl.protocols.environment import Environment
