@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from async_runs import assert_every_prompt_ended_once, asynchronous
 from reward_functions import in_process
 from rl_attempts import core_registry, decode, encode, extends
 from run_helpers import Config, train
 from tool_families import tokenizer_of
-from transformers import AutoModelForCausalLM
-from vllm_engines import SMALL_VLLM
+from vllm_engines import SMALL_VLLM, memorize
 
 from spurline_environments.calculator import calculator
 from spurline_environments.configs import AutoFormatConfig
@@ -39,26 +37,6 @@ WRITTEN = {
     ),
 }
 LENGTH = 2048
-
-
-def memorize(model: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
-    """Train the model in place until it writes these answers to these prompts, and save it."""
-    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    optimizer = torch.optim.Adam(causal.parameters(), lr=3e-3)
-    for _ in range(200):
-        losses: list[Any] = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            ids = torch.tensor([prompt + answer])
-            labels = torch.tensor([[-100] * len(prompt) + answer])
-            losses.append(causal(input_ids=ids, labels=labels).loss)
-        loss = sum(losses)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if loss.item() < 0.1:
-            break
-    assert loss.item() < 0.1, "the model has not learned its part"
-    causal.save_pretrained(model)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import torch
 from backend_batches import run_config
 from child_engines import publish as publish
 from child_engines import shared_memory as shared_memory
 from living_processes import living_below
+from transformers import AutoModelForCausalLM
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import DataError
@@ -94,6 +96,26 @@ def disk(folder: Path, **settings: Any) -> DiskSync:
     sync = DiskSync(DiskSyncConfig(folder=str(folder), **settings))
     sync.max_bucket_bytes = 20_000
     return sync
+
+
+def memorize(model: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Train the model in place until it writes these answers to these prompts, and save it."""
+    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.Adam(causal.parameters(), lr=3e-3)
+    for _ in range(200):
+        losses: list[Any] = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([prompt + answer])
+            labels = torch.tensor([[-100] * len(prompt) + answer])
+            losses.append(causal(input_ids=ids, labels=labels).loss)
+        loss = sum(losses)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss.item() < 0.1:
+            break
+    assert loss.item() < 0.1, "the model has not learned its part"
+    causal.save_pretrained(model)
 
 
 class HeldEngine:

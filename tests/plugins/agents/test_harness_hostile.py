@@ -483,6 +483,7 @@ def test_what_the_model_wrote_in_one_session_is_no_turn_of_another() -> None:
         '{"name": "\\ud83d", "arguments": {}}',
         '{"name": "f", "arguments": {"a": "\\ud83d"}}',
         '{"name": "f", "arguments": {"a": NaN}}',
+        pytest.param(f'{{"name": "f", "arguments": {nested(192)}}}', id="192 levels, in a request of eight more"),
     ],
 )
 def test_a_call_that_no_client_could_send_back_is_text(call: str) -> None:
@@ -496,8 +497,12 @@ def test_a_call_that_no_client_could_send_back_is_text(call: str) -> None:
         assert status == 200
         return 1.0
 
+    async def run() -> Trajectory:
+        async with Harness(agent, ScriptedEngine(says(TOKENIZER, written, "hi"))) as harness:
+            return await harness.attempt(policy=harness.policy(max_new_tokens=1024))
+
     written = f"<tool_call>{call}</tool_call>"
-    assert len(attempt(agent, ScriptedEngine(says(TOKENIZER, written, "hi"))).turns) == 2
+    assert len(asyncio.run(run()).turns) == 2
     assert (said[0]["message"]["content"], said[0]["finish_reason"]) == (written, "stop")
 
 
@@ -810,17 +815,21 @@ def test_requests_of_all_kinds_end_as_they_should(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("harness_runs.LIMIT_S", 7200.0)
     statuses: Counter[int] = Counter()
     memory: list[int] = []
+    engine = hello()
 
     async def agent(session: Session) -> None:
         draws = random.Random(session.sample)
         for number in range(5000 if SOAK else 60):
             statuses[await send_any(session, draws)] += 1
             if number % 500 == 499:
+                # The engine keeps all prompts, also long ones that are refused.
+                engine.requests.clear()
+                engine.exchanges.clear()
                 gc.collect()
                 memory.append(psutil.Process().memory_info().rss)
         await good(session)
 
-    trajectories = together(*[agent] * 4, max_turns=100_000, max_body_bytes=2**18)
+    trajectories = together(*[agent] * 4, engine=engine, max_turns=100_000, max_body_bytes=2**18)
     assert [trajectory.rewards for trajectory in trajectories] == [{"reward": 1.0}] * 4
     assert set(statuses) <= STATUSES, statuses
     assert statuses[200] > statuses.total() / 5, statuses

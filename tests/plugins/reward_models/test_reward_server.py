@@ -1,4 +1,4 @@
-"""The reward of a served model, with vLLM's own server."""
+"""Rewards of served models, `model` and `judge`, with vLLM's own server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 import uvicorn
 from listening import free_port
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from vllm_engines import memorize
 
 from spurline.errors import RunFailedError
 from spurline_models.testing import write_tiny_model
-from spurline_reward_models.configs import ModelRewardConfig
+from spurline_reward_models.configs import JudgeConfig, ModelRewardConfig
+from spurline_reward_models.judge import Judge
 from spurline_reward_models.reward import ModelReward
 from spurline_rl.protocols.reward import Answer
 
@@ -25,15 +27,15 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.usefi
 
 
 @asynccontextmanager
-async def served(folder: Path, num_tokens: int) -> AsyncGenerator[str]:
-    """Serve the model as `vllm serve --runner pooling` does, but in this process, which has imported vLLM."""
+async def served(folder: Path, num_tokens: int, *more: str) -> AsyncGenerator[str]:
+    """Serve the model as `vllm serve` does, but in this process, which has imported vLLM."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    options = ["--model", str(folder), "--runner", "pooling", "--served-model-name", "judge", "--dtype", "float32"]
+    options = ["--model", str(folder), *more, "--served-model-name", "judge", "--dtype", "float32"]
     options += ["--enforce-eager", "--max-model-len", str(num_tokens), "--kv-cache-memory-bytes", str(2**26)]
     args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
     async with build_async_engine_client(args) as engine:
@@ -49,10 +51,12 @@ async def served(folder: Path, num_tokens: int) -> AsyncGenerator[str]:
         await serving
 
 
-def test_scores_of_a_vllm_server_are_those_of_the_model_and_what_it_refuses_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def any_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def test_scores_of_a_vllm_server_are_those_of_the_model_and_what_it_refuses_is_told(tmp_path: Path) -> None:
     base = write_tiny_model(tmp_path / "base", head_dim=64)
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
     model: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
@@ -83,7 +87,44 @@ def test_scores_of_a_vllm_server_are_those_of_the_model_and_what_it_refuses_is_t
             scoring.score_many([Answer("", "a" * 300, None, {})])
 
     async def main() -> None:
-        async with served(tmp_path / "judge", 256) as url:
+        async with served(tmp_path / "judge", 256, "--runner", "pooling") as url:
+            await asyncio.to_thread(check, url)
+
+    asyncio.run(main())
+
+
+def test_the_reply_of_a_judge_has_the_schema_and_the_scale_whatever_its_model_would_write(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "judge", head_dim=64, max_position_embeddings=512)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    settings: Any = {"model": "judge", "rubric": "{response}", "scale": (0, 4), "max_new_tokens": 64}
+    # What the model learns to write: a mark, one that is not on the scale, and none.
+    written = {"a": '{"reason": "ok", "score": 3}', "b": '{"reason": "ok", "score": 9}', "c": "a good answer"}
+    wanted = 'Reply with a JSON object {"reason": "...", "score": NUMBER}. The score is from 0 to 4.'
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{answer}\n\n{wanted}"}], add_generation_prompt=True, return_dict=False
+        )
+        for answer in written
+    ]
+    memorize(folder, prompts, [tokenizer(f"{text}{tokenizer.eos_token}")["input_ids"] for text in written.values()])
+
+    def marks(**more: Any) -> tuple[list[float], list[float]]:
+        judge = Judge(JudgeConfig(**settings, **more))
+        answers = [Answer("", response, None, {}) for response in written]
+        scores = [judge.score(answer) for answer in answers]
+        judge.close()
+        return scores, [answer.metrics["judge/cached"] for answer in answers]
+
+    def check(url: str) -> None:
+        of_server, cache = f"{url}/v1", str(tmp_path / "marks.sqlite")
+        scores, cached = marks(url=of_server)
+        assert scores[0] == 0.75
+        assert all(0 <= score <= 1 for score in scores)
+        assert marks(url=of_server, cache=cache) == (scores, cached) == (scores, [0, 0, 0])
+        assert marks(url=of_server, cache=cache) == (scores, [1, 1, 1])
+
+    async def main() -> None:
+        async with served(folder, 512) as url:
             await asyncio.to_thread(check, url)
 
     asyncio.run(main())
