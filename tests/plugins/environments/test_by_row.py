@@ -15,7 +15,7 @@ from scripted_groups import Prompt, make_runner
 
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
-from spurline.errors import DataError
+from spurline.errors import DataError, PluginError
 from spurline.protocols.collator import ParallelLayout
 from spurline_environments.by_environment import ByEnvironment
 from spurline_environments.by_row import ByRow
@@ -68,7 +68,6 @@ def test_an_attempt_runs_in_the_environment_of_its_row_within_the_limits_of_that
         task = make_task({**ROW, "of": {"kind": label}, "fate": "trained"})
         found[label] = run(environment.run(task, make_policy(engine, task, max_new_tokens=20)))
         assert {request.sampling.max_new_tokens for request in engine.requests} == {3 if label == "open" else 20}
-        assert found[label].environment == found[label].info["environment"] == label
         assert (environment.first_prompt(task) is None) == (label == "open"), "a custom environment shows no prompt"
     assert [*found["math"].rewards, *found["open"].rewards] == ["exact_match", "both"]
     assert [len(found["open"].turns), found["open"].info["metrics"]] == [2, {"twice": 2.0}]
@@ -82,6 +81,17 @@ def test_an_attempt_runs_in_the_environment_of_its_row_within_the_limits_of_that
     for kind, said in ((None, r"missing or null.* The row has: messages, of, of\.kind"), ("opne", "mean 'open'")):
         with pytest.raises(DataError, match=rf"'of\.kind'.*{said}"):
             environment.label_of(make_task({**ROW, "of": {"kind": kind}}))
+
+
+def test_an_environment_that_returns_no_trajectory_is_named() -> None:
+    async def nothing(task: Any, policy: Any) -> None: ...
+
+    runner = make_runner()
+    runner.environment = environment = make_environment(tiny_tokenizer())
+    environment._parts["open"] = SimpleNamespace(run=nothing)  # type: ignore[assignment]
+    said = r"ByRow 'open'\.run returned a NoneType, not a Trajectory, for sample 0 .*Return the result of `policy.finish`"
+    with pytest.raises(PluginError, match=said):
+        run(runner.run_group(Prompt(0, {"of": {"kind": "open"}})))
 
 
 def test_an_environment_that_hangs_costs_its_attempts_after_its_own_limit_and_keeps_its_label() -> None:
@@ -105,7 +115,7 @@ def test_an_environment_that_hangs_costs_its_attempts_after_its_own_limit_and_ke
     # An attempt with a long limit began first.
     slow, hung = run(runner.run_groups([Prompt(0, {"of": "slow"}), Prompt(1, {"of": "hangs"})]), 30)
     assert isinstance(slow, Group)
-    assert len(slow.trajectories) == 3
+    assert [attempt.environment for attempt in slow.trajectories] == ["slow"] * 3
     assert isinstance(hung, GivenUpPrompt)
     assert hung.environment == "hangs"
     assert "did not end within 0.2 s (limits.hangs)" in hung.reason

@@ -1,6 +1,6 @@
 """Environment `by_row`: several environments in one run, among which each row chooses.
 
-Data flow: row -> label -> the environment of this label -> Trajectory, whose `info["environment"]` is the label.
+Data flow: row -> label -> the environment of this label -> Trajectory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spurline.errors import DataError, listing, suggestion
 from spurline.plugins.registry import Registry
 from spurline_environments.configs import AttemptLimits, ByRowConfig
 from spurline_rl.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
-from spurline_rl.trajectory import Trajectory, with_fields
+from spurline_rl.trajectory import Trajectory
 from spurline_text.rows.rows import column_paths, describe, explain_bad_row, value_at
 
 
@@ -57,8 +57,7 @@ class ByRow:
         label = self.label_of(task)
         longest = self._config.turn_tokens(label, policy.sampling.max_new_tokens)
         policy.sampling = replace(policy.sampling, max_new_tokens=longest)
-        trajectory = await self._parts[label].run(task, policy)
-        return with_fields(trajectory, info={**trajectory.info, "environment": label})
+        return await self._parts[label].run(task, policy)
 
     def first_prompt(self, task: Task) -> Sequence[int] | None:
         """See `ShowsPrompt`."""

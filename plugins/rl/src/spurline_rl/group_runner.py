@@ -23,7 +23,7 @@ from spurline_rl.chat_front import PrefixError
 from spurline_rl.draws import Draw, SkippedRow, row_of
 from spurline_rl.protocols.environment import AttemptFailedError, ChoosesByRow, Environment, PolicyHandle, Task
 from spurline_rl.protocols.scorer import Scorer
-from spurline_rl.trajectory import Group, Trajectory
+from spurline_rl.trajectory import Group, Trajectory, with_fields
 from spurline_text.rows.rows import explain_bad_row
 
 _SHOWN_REASONS = 5
@@ -147,7 +147,7 @@ class GroupRunner:
                 label = self.environment.label_of(tasks[0])
                 limit = self.environment.time_limit_of(label)
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
-            trajectories = await self._attempt_all(tasks, what, limit)
+            trajectories = await self._attempt_all(tasks, what, label, limit)
             group = Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
             for scorer in self.scorers:
                 group = await _scored(scorer, group, prompt)
@@ -165,7 +165,9 @@ class GroupRunner:
         """Return how many attempts at this prompt were retries, and forget the number."""
         return self._retries_of.pop(uid, 0)
 
-    async def _attempt_all(self, tasks: Sequence[Task], what: str, limit: TimeLimit | None) -> list[Trajectory]:
+    async def _attempt_all(
+        self, tasks: Sequence[Task], what: str, label: str, limit: TimeLimit | None
+    ) -> list[Trajectory]:
         """Return the trajectory of the first successful attempt at each task. `what` names the tasks in errors."""
         # One event for all attempts takes less of the controller's time than a future for each.
         num_open, has_news = len(tasks), asyncio.Event()
@@ -178,7 +180,7 @@ class GroupRunner:
 
         def start(task: Task, attempt: int) -> Call[Trajectory]:
             name = f"{type(self.environment).__name__}.run for {_name(task)}"
-            return self._places.start(name, partial(self._attempt, task, attempt), on_end, limit)
+            return self._places.start(name, partial(self._attempt, task, attempt, label), on_end, limit)
 
         calls = [start(task, 0) for task in tasks]
         attempts = [0] * len(calls)
@@ -232,21 +234,26 @@ class GroupRunner:
             reason = _explain_failure(task, attempt, error)
             tell(f"An attempt failed and is tried again. Later failures are not shown. {reason}")
 
-    async def _attempt(self, task: Task, attempt: int) -> Trajectory:
-        """Make one attempt and score it. Raises PluginError if the environment breaks its contract."""
+    async def _attempt(self, task: Task, attempt: int, label: str) -> Trajectory:
+        """Make one attempt, label it and score it. Raises PluginError if the environment breaks its contract."""
         try:
             trajectory = await self.environment.run(task, self.make_policy(task, attempt))
         except SystemExit as error:
             # In asyncio, SystemExit would end the event loop and all attempts without a message.
             raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
-        self._check(trajectory, task)
+        self._check(trajectory, task, label)
+        if label:
+            trajectory = with_fields(trajectory, info={**trajectory.info, "environment": label})
         scored = self.score(trajectory)
         return replace(scored, retries=attempt) if attempt else scored
 
-    def _check(self, trajectory: Any, task: Task) -> None:
-        name = type(self.environment).__name__
+    def _check(self, trajectory: Any, task: Task, label: str) -> None:
+        name = type(self.environment).__name__ + (f" '{label}'" if label else "")
         if not isinstance(trajectory, Trajectory):
-            raise PluginError(f"{name}.run returned a {type(trajectory).__name__}, not a Trajectory.")
+            raise PluginError(
+                f"{name}.run returned a {type(trajectory).__name__}, not a Trajectory, for {_name(task)}. Return the "
+                "result of `policy.finish`."
+            )
         if (trajectory.uid, trajectory.sample) != (task.uid, task.sample):
             raise PluginError(
                 f"{name}.run was given {_name(task)} and returned sample {trajectory.sample} of prompt "

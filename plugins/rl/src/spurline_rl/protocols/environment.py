@@ -139,7 +139,10 @@ class ShowsPrompt(Protocol):
 
 @runtime_checkable
 class ChoosesByRow(Protocol):
-    """An environment that consists of several, among which each row chooses one by a label."""
+    """An environment that consists of several, among which each row chooses one by a label.
+
+    The label becomes `info["environment"]` of the attempts.
+    """
 
     def label_of(self, task: Task) -> str:
         """Return the label of the row's environment. Raises DataError, which names the row, if it has none."""
