@@ -85,4 +85,4 @@ def test_filtered_groups_and_prompts_given_up_are_there(rl_config: Config) -> No
     assert len(filtered) == line["groups/filtered"]
     lost = list(rollouts.given_up())
     assert len(lost) == line["groups/quarantined"] > 0
-    assert all("seven" in prompt.reason for prompt in lost)
+    assert all("seven" in prompt.reason and prompt.info == {} for prompt in lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def test_environments_of_different_shape_in_one_run_are_exact_without_staleness_
         assert min(parts.values()) > 0, (name, parts)
     assert {line["env/twice/turns"] for line in lines if "env/twice/turns" in line} == {2.0}
     assert max(line.get("env/twice/length", 0.0) for line in lines) <= 6 < 2 * 6
+    lost = Counter(prompt.info["environment"] for prompt in KeptRollouts(run.run_dir).given_up())
+    assert lost == {label: sums(lines, f"env/{label}/quarantined") for label in ("once", "twice")}
     kept = [*KeptRollouts(run.run_dir).attempts()]
     for attempt in kept:
         assert attempt.rewards.keys() == ({"fated"} if attempt.info["environment"] == "once" else {"both"})

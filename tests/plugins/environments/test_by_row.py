@@ -78,6 +78,9 @@ def test_an_attempt_runs_in_the_environment_of_its_row_within_the_limits_of_that
     config = config_of(ByRowConfig, environments=parts, limits=limits)
     assert [config.turn_tokens(label, 20) for label in parts] == [5, 3]
     assert [config.most_tokens(20), config.most_turns, config.reward_terms] == [6, 2, None]
+    source = SimpleNamespace(facts=SimpleNamespace(sampling=None))
+    [taken] = config.problems(SimpleNamespace(source=source, evaluations={"env": None}))
+    assert "as those of evaluations.env. Rename it" in str(taken)
     for kind, said in ((None, r"missing or null.* The row has: messages, of, of\.kind"), ("opne", "mean 'open'")):
         with pytest.raises(DataError, match=rf"'of\.kind'.*{said}"):
             environment.label_of(make_task({**ROW, "of": {"kind": kind}}))

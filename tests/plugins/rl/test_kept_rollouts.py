@@ -79,7 +79,7 @@ def make_step(step: int, *, prompts: int = 3, turns: int = 1, per_token: bool = 
             for turn in turns_of(trained)
         ],
     }
-    lost = [GivenUpPrompt("rows:99@99", 99, "row 99: the judge is gone")] if step == 2 else []
+    lost = [GivenUpPrompt("rows:99@99", 99, "row 99: the judge is gone", "math")] if step == 2 else []
     return KeptStep(step, trained, groups[prompts:], lost, 4, lambda name: np.concatenate(values[name]))
 
 
@@ -148,8 +148,8 @@ def test_attempts_come_back_as_they_were_trained(
                 else:
                     assert kept_turn.gap is None
                     assert kept_turn.advantages is None
-    assert [(prompt.step, prompt.uid, prompt.reason) for prompt in rollouts.given_up()] == [
-        (2, "rows:99@99", "row 99: the judge is gone")
+    assert [(prompt.step, prompt.uid, prompt.reason, prompt.info) for prompt in rollouts.given_up()] == [
+        (2, "rows:99@99", "row 99: the judge is gone", {"environment": "math"})
     ]
 
 

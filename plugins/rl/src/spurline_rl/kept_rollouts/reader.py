@@ -74,12 +74,16 @@ def read_step(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 @dataclass(frozen=True)
 class LostPrompt:
-    """A prompt that was given up in a step because its attempts failed, and the reason."""
+    """A prompt that was given up in a step because its attempts failed, and the reason.
+
+    `info` holds the label of its environment in a run with several, as that of attempts does.
+    """
 
     step: int
     uid: str
     draw: int
     reason: str
+    info: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,10 +237,10 @@ class KeptRollouts:
 
     def given_up(self, steps: Iterable[int] | None = None) -> Iterator[LostPrompt]:
         """Yield the prompts that were given up in these steps."""
-        for table in self._tables(steps, ["status", "step", "uid", "draw", "reason"]):
+        for table in self._tables(steps, ["status", "step", "uid", "draw", "reason", "info"]):
             for row in table.to_pylist():
                 if row.pop("status") == "given_up":
-                    yield LostPrompt(**row)
+                    yield LostPrompt(**row | {"info": json.loads(row["info"] or "{}")})
 
     def _tables(self, steps: Iterable[int] | None, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         files = step_files(self._run_dir)

@@ -125,7 +125,12 @@ def step_table(kept: KeptStep, pieces: TokenPieces) -> pa.Table:
     """
     texts = TokenTexts(pieces, [*kept.groups, *kept.filtered])
     known = {"step": kept.step, "status": "given_up"}
-    lost = [known | {"uid": _utf8(each.uid), "draw": each.draw, "reason": _utf8(each.reason)} for each in kept.lost]
+    lost = [
+        known
+        | {"uid": _utf8(each.uid), "draw": each.draw, "reason": _utf8(each.reason)}
+        | ({"info": _json({"environment": each.environment})} if each.environment else {})
+        for each in kept.lost
+    ]
     tables = [pa.Table.from_pylist(lost, schema=SCHEMA)]
     if kept.filtered:
         tables.insert(0, _attempts_table(kept, "filtered", kept.filtered, {}, texts))
