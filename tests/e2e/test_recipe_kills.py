@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from string import printable
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from run_helpers import (
 )
 
 from spurline_models.testing import write_tiny_model
+from spurline_rl.kept_rollouts import KeptRollouts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KILLS = 8 if SOAK else 2
@@ -107,6 +109,22 @@ RECIPES = {
         in_every_run=True,
         rises=("order/replay/replayed",),
     ),
+    "registered environment": Recipe(
+        {
+            "source.environment": {
+                "name": "gymnasium",
+                "id": "Taxi-v4",
+                "action": "reward_functions:any_action",
+                "max_turns": 3,
+            },
+            # A turn that is cut off makes no action.
+            "source.sampling": {"max_new_tokens": 6, "stop": [*printable]},
+            "source.reward_weights": {},
+            "source.faults": {"retries": 1, "max_quarantined": 64},
+        },
+        rollouts=True,
+        rises=("groups/quarantined", "episode/turns", "grad_norm"),
+    ),
     "mixture of domains": Recipe({**LEVELS, "data.order.name": "mixture", "data.order.shares": {"0": 0.5}}),
     "files in shares": Recipe(
         {"data.train": [{"path": "rows.jsonl", "share": 0.7}, {"path": "others.jsonl", "share": 0.3}]}
@@ -150,6 +168,8 @@ def test_a_killed_run_of_a_recipe_ends_as_the_uninterrupted_one(
     name: str,
 ) -> None:
     recipe = RECIPES[name]
+    if "gymnasium" in str(recipe.changes):
+        pytest.importorskip("gymnasium")
     config: Config = request.getfixturevalue("rl_config" if recipe.rollouts else "base_config")
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
@@ -175,6 +195,9 @@ def test_a_killed_run_of_a_recipe_ends_as_the_uninterrupted_one(
     assert kept_steps(run) == kept_steps(whole)
     if recipe.rollouts:
         assert kept_attempts(run) == kept_attempts(whole)
+        kept = KeptRollouts(run)
+        ends = [*{(each.draw, each.step) for each in kept.attempts()}, *((e.draw, e.step) for e in kept.given_up())]
+        assert sorted(draw for draw, _ in ends) == [*range(len(ends))], "a draw ended never, or twice"
     answers = [Path(each.run_dir, "eval_samples.jsonl") for each in (run, whole)]
     assert len({path.exists() and path.read_text() for path in answers}) == 1
     assert all(any(line.get(metric, 0) > 0 for line in run.lines) for metric in recipe.rises)

@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+import zlib
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -39,6 +40,14 @@ def early_letters(answer: Answer) -> float:
 def by_chance(answer: Answer) -> float:
     """Gives equal attempts different rewards."""
     return random.random()
+
+
+def any_action(text: str) -> int:
+    """Return an action of Taxi-v4 for any text, except that one in twenty fails."""
+    seen = zlib.crc32(text.encode())
+    if seen % 20 == 0:
+        raise ConnectionError("the taxi is gone")
+    return seen % 6
 
 
 async def length_later(answer: Answer) -> float:
