@@ -30,6 +30,18 @@ def run(coroutine: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
     return asyncio.run(asyncio.wait_for(coroutine, limit_s))
 
 
+def in_loop(environment: Any, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that uses the environment, which is closed on the same event loop."""
+
+    async def played() -> T:
+        try:
+            return await work
+        finally:
+            await environment.close()
+
+    return run(played(), limit_s=120.0)
+
+
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
     """The byte-level test tokenizer with a template of tests/plugins/text/chat_templates."""
     tokenizer = tiny_tokenizer()

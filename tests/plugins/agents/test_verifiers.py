@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_attempts import core_registry, decode, extends, make_policy, make_task, run, says, tokenizer_with
+from rl_attempts import core_registry, decode, extends, in_loop, make_policy, make_task, says, tokenizer_with
 
 from spurline.errors import ConfigError, DataError
 from spurline_agents.configs import VerifiersConfig, VerifiersRowsConfig
@@ -40,16 +40,6 @@ class Player:
         return self.environment.run(task, policy)
 
 
-def in_loop(player: Player, work: Coroutine[Any, Any, Any]) -> Any:
-    async def played() -> Any:
-        try:
-            return await work
-        finally:
-            await player.environment.close()
-
-    return run(played(), limit_s=120.0)
-
-
 def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_sampled() -> None:
     player = Player()
 
@@ -57,7 +47,7 @@ def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_samp
         plays = (player.play(ROW, text, sample=sample) for sample, text in enumerate(["7", "seven", "8"]))
         return await asyncio.gather(*plays)
 
-    found = in_loop(player, several())
+    found = in_loop(player.environment, several())
     assert [dict(each.rewards) for each in found] == [
         {"right": 2.0, "wordy": -0.0}, {"right": 0.0, "wordy": -0.5}, {"right": 0.0, "wordy": -0.0},
     ]  # fmt: skip
@@ -70,7 +60,7 @@ def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_samp
 
 def test_an_environment_of_the_library_talks_over_several_turns_in_one_conversation() -> None:
     player = Player("number_game", env={"player": {"max_turns": 3}})
-    found = in_loop(player, player.play(ROW, "3", "9", "7"))
+    found = in_loop(player.environment, player.play(ROW, "3", "9", "7"))
     assert [message["content"] for message in found.info["messages"][2:]] == ["3", "higher", "9", "lower", "7"]
     assert found.info["conversations"] == 1
     assert all(extends(before, after) for before, after in zip(found.turns, found.turns[1:], strict=False))
@@ -94,7 +84,7 @@ def test_what_hangs_or_fails_costs_its_attempt() -> None:
         with pytest.raises(DataError, match=r"rows.jsonl:1: the row is no task of .*: answer: Field required"):
             await player.play({"prompt": "What?"}, "7")
 
-    in_loop(player, failing())
+    in_loop(player.environment, failing())
 
 
 def test_the_dataset_has_the_tasks_that_the_environment_plays() -> None:
@@ -105,7 +95,7 @@ def test_the_dataset_has_the_tasks_that_the_environment_plays() -> None:
     assert [rows[number]["prompt"] for number in range(len(rows))] == ["What is 1 + 1?", "What is 2 + 1?"]
     assert rows.fingerprint() == VerifiersRows(VerifiersRowsConfig(**settings, skip=1, limit=2), None).fingerprint()  # type: ignore[arg-type]
     player = Player()
-    assert in_loop(player, player.play(dict(rows[1]), "3")).rewards["right"] == 2.0
+    assert in_loop(player.environment, player.play(dict(rows[1]), "3")).rewards["right"] == 2.0
     with pytest.raises(ConfigError, match=r"taskset\.count: Input should be a valid integer"):
         len(VerifiersRows(VerifiersRowsConfig(taskset=f"{TASKS}:NumberTasks", arguments={"count": "x"}), None))  # type: ignore[arg-type]
 
@@ -118,7 +108,7 @@ def test_tools_of_a_taskset_are_called_and_answered(monkeypatch: pytest.MonkeyPa
     calls = (
         f'<tool_call>{{"name": "{name}", "arguments": {{"a": 2, "b": 3}}}}</tool_call>' for name in ("sum", "adder_add")
     )
-    found = in_loop(player, player.play({"prompt": "What is 2 + 3?", "answer": 5}, *calls, "5"))
+    found = in_loop(player.environment, player.play({"prompt": "What is 2 + 3?", "answer": 5}, *calls, "5"))
     roles = [message["role"] for message in found.info["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert found.info["messages"][2]["content"] == "error: there is no tool 'sum'. Tools: adder_add."

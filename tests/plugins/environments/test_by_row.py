@@ -92,7 +92,9 @@ def test_an_environment_that_returns_no_trajectory_is_named() -> None:
     runner = make_runner()
     runner.environment = environment = make_environment(tiny_tokenizer())
     environment._parts["open"] = SimpleNamespace(run=nothing)  # type: ignore[assignment]
-    said = r"ByRow 'open'\.run returned a NoneType, not a Trajectory, for sample 0 .*Return the result of `policy.finish`"
+    said = (
+        r"ByRow 'open'\.run returned a NoneType, not a Trajectory, for sample 0 .*Return the result of `policy.finish`"
+    )
     with pytest.raises(PluginError, match=said):
         run(runner.run_group(Prompt(0, {"of": {"kind": "open"}})))
 

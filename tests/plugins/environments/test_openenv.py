@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_attempts import core_registry, make_policy, make_task, run, says
+from rl_attempts import core_registry, in_loop, make_policy, make_task, says
 
 from spurline_environments.configs import OpenEnvConfig
 from spurline_rl.protocols.environment import AttemptFailedError
@@ -95,19 +95,11 @@ class Player:
         return self.environment.run(task, make_policy(ScriptedEngine(says(self.tokenizer, *texts)), task))
 
 
-def in_loop(player: Player, work: Coroutine[Any, Any, Any]) -> Any:
-    async def played() -> Any:
-        try:
-            return await work
-        finally:
-            await player.environment.close()
-
-    return run(played())
-
-
 def test_texts_become_the_only_field_of_the_action_and_rewards_are_those_of_turns(server: Server) -> None:
     player = Player(server.url)
-    found = in_loop(player, player.play({"prompt": "A game.", "seed": 3, "number": 7}, "3", '{"guess": 4}', "x", "7"))
+    found = in_loop(
+        player.environment, player.play({"prompt": "A game.", "seed": 3, "number": 7}, "3", '{"guess": 4}', "x", "7")
+    )
     assert [float(turn.rewards[-1]) for turn in found.turns] == [-0.25, -0.25, 0.0, 1.0]
     assert trajectory_return(found) == 0.5
     contents = [message["content"] for message in found.info["messages"]]
@@ -126,7 +118,7 @@ def test_sessions_are_kept_and_no_more_are_open_than_allowed(server: Server) -> 
         # The server refuses a third session.
         assert len(player.environment._idle) == 2
 
-    in_loop(player, many())
+    in_loop(player.environment, many())
 
 
 def test_a_slow_step_and_an_error_of_the_server_cost_their_attempts_and_the_session(server: Server) -> None:
@@ -141,7 +133,7 @@ def test_a_slow_step_and_an_error_of_the_server_cost_their_attempts_and_the_sess
         found = await asyncio.gather(*(player.play({"number": 7}, "7") for _ in range(4)))
         assert [trajectory_return(each) for each in found] == [1.0] * 4
 
-    in_loop(player, failing())
+    in_loop(player.environment, failing())
 
 
 def test_a_server_that_dies_costs_the_running_attempts_and_is_awaited_when_it_starts_again(tmp_path: Path) -> None:
@@ -161,11 +153,11 @@ def test_a_server_that_dies_costs_the_running_attempts_and_is_awaited_when_it_st
         assert trajectory_return(await waiting) == 1.0
 
     try:
-        in_loop(player, dying())
+        in_loop(player.environment, dying())
         server.kill()
         player = Player(server.url)
         with pytest.raises(AttemptFailedError, match=r"no session with .*Check that the server runs and allows 2"):
-            in_loop(player, player.play({}, "1"))
+            in_loop(player.environment, player.play({}, "1"))
     finally:
         server.kill()
 
@@ -182,7 +174,7 @@ def test_the_example_server_of_the_library_plays(tmp_path: Path) -> None:
     server = Server(["-m", "uvicorn", "echo.server.app:app", "--port", "PORT", "--log-level", "warning"], tmp_path)
     try:
         player = Player(server.url, max_turns=2, sessions=1, action="message", observation="echoed_message")
-        found = in_loop(player, player.play({"prompt": "Say something."}, "abc", "abcdefgh"))
+        found = in_loop(player.environment, player.play({"prompt": "Say something."}, "abc", "abcdefgh"))
         assert [message["content"] for message in found.info["messages"]] == [
             "Say something.\n\nEcho environment ready!", "abc", "abc", "abcdefgh", "abcdefgh",
         ]  # fmt: skip

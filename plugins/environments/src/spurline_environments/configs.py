@@ -156,7 +156,9 @@ class ByRowConfig(EnvironmentConfig):
             if not re.fullmatch(r"[\w.-]+", label):
                 yield Problem(f"environments.{label}", "has characters that names of metrics cannot have.")
         if "env" in run.evaluations:
-            yield Problem("name", "is by_row, whose scores are named eval/env/..., as those of evaluations.env. Rename it.")
+            yield Problem(
+                "name", "is by_row, whose scores are named eval/env/..., as those of evaluations.env. Rename it."
+            )
         sampling = run.source.facts.sampling
         longest = None if sampling is None else sampling.max_new_tokens
         for label, limits in self.limits.items():
