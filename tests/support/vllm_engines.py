@@ -108,7 +108,7 @@ def memorize(model: Path, prompts: list[list[int]], answers: list[list[int]]) ->
             ids = torch.tensor([prompt + answer])
             labels = torch.tensor([[-100] * len(prompt) + answer])
             losses.append(causal(input_ids=ids, labels=labels).loss)
-        loss = sum(losses)
+        loss: Any = sum(losses)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
