@@ -17,7 +17,8 @@ from spurline.errors import DataError, PluginError
 from spurline_environments import grammars, tools
 from spurline_environments.calculator import calculator
 from spurline_environments.configs import ToolsConfig
-from spurline_environments.tools import Toolbox, ToolCall, Tools
+from spurline_environments.grammars import ToolCall
+from spurline_environments.tools import Toolbox, Tools
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.rewards.configs import ExactMatchConfig
 from spurline_rl.testing.environment_contract import EnvironmentContract, ScriptedEngine
