@@ -15,7 +15,7 @@ from scripted_groups import Prompt, make_runner
 
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
-from spurline.errors import DataError
+from spurline.errors import DataError, PluginError
 from spurline.protocols.collator import ParallelLayout
 from spurline_environments.by_environment import ByEnvironment
 from spurline_environments.by_row import ByRow
@@ -82,6 +82,21 @@ def test_an_attempt_runs_in_the_environment_of_its_row_within_the_limits_of_that
     for kind, said in ((None, r"missing or null.* The row has: messages, of, of\.kind"), ("opne", "mean 'open'")):
         with pytest.raises(DataError, match=rf"'of\.kind'.*{said}"):
             environment.label_of(make_task({**ROW, "of": {"kind": kind}}))
+
+
+def test_an_environment_that_cannot_be_made_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    async def close(self: Any) -> None:
+        closed.append(type(self).__name__)
+
+    monkeypatch.setattr("fated.Twice.close", close, raising=False)
+    parts = {"open": "fated:Twice", "broken": {**MATH, "name": "tools", "tools": {"missing": "fated:missing"}}}
+    with pytest.raises(PluginError, match="fated has no"):
+        ByRow(
+            config_of(ByRowConfig, environments=parts), core_registry(), tiny_tokenizer(), DataConfig.model_construct()
+        )
+    assert closed == ["Twice"]
 
 
 def test_an_environment_that_hangs_costs_its_attempts_after_its_own_limit_and_keeps_its_label() -> None:

@@ -229,13 +229,13 @@ def _read_functions(body: str, types: _Types) -> list[ToolCall]:
     name, closing, rest = body.partition(">")
     if not closing:
         raise _MalformedError("the tool call has no name")
-    return [_of_pairs(name, r"<parameter=([^<>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", rest, types)]
+    return [_of_pairs(name, r"<parameter=([^<>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=))", rest, types)]
 
 
 def _read_pairs(body: str, types: _Types) -> list[ToolCall]:
     """Read `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...`."""
     name, rest = re.findall(r"\A\s*([^\n<{]*)(.*)", body, re.DOTALL)[0]
-    pair = r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>)|\Z)"
+    pair = r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>))"
     return [_of_pairs(name, pair, rest, types)]
 
 

@@ -50,7 +50,7 @@ class GymnasiumEnvironment:
             try:
                 await episode.call(environment.close)
             except Exception as error:  # noqa: BLE001 - the episode is complete
-                warnings.warn(f"An environment was not closed. {located(error)}", stacklevel=1)
+                warnings.warn(f"{name} was not closed: {located(error)}", stacklevel=1)
         return trajectory
 
 
