@@ -128,8 +128,7 @@ class Harmony(Grammar):
         for part in re.split(self.begins, text):
             header, mark, body = part.rpartition("<|message|>")
             # A call without the mark is malformed, since all of it is read as the arguments.
-            header = part if not mark and "<|channel|>" in part else header
-            if recipient := re.search(r"to=([^\s<]+)", header):
+            if recipient := re.search(r"to=([^\s<]+)", header if mark else part):
                 if len(calls) <= MAX_CALLS:
                     calls += self.calls(f"{recipient[1].removeprefix('functions.')}\n{body}", tools)
             else:
@@ -311,8 +310,6 @@ _TYPES_OF_VALUES: Mapping[type, Set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
-_FUNCTION = "<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>"
-_FENCED = "function<｜tool▁sep｜>NAME\n```json\n{...}\n```"
 
 GRAMMARS: Mapping[str, Grammar] = {
     "harmony": Harmony(
@@ -335,7 +332,7 @@ GRAMMARS: Mapping[str, Grammar] = {
         "<｜tool▁calls▁begin｜>|<｜tool▁call▁begin｜>",
         _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         _read_deepseek,
-        f"<｜tool▁call▁begin｜>{_FENCED}<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{...}\n```<｜tool▁call▁end｜>",
     ),
     "mistral": Grammar(
         ("[TOOL_CALLS]",),
@@ -357,7 +354,7 @@ GRAMMARS: Mapping[str, Grammar] = {
         "<tool_call>|<function=",
         _between("<function=", "</function>"),
         _read_functions,
-        f"<tool_call>\n{_FUNCTION}\n</tool_call>",
+        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
     ),
     "hermes": Grammar(
         ("<tool_call>",),

@@ -185,6 +185,5 @@ class _Episode:
             kind = _NoSessionError if "(code: CAPACITY_REACHED)" in str(error) else kind
             raise kind(f"{url}: {error}") from error
         reward = number_of(0.0 if result.reward is None else result.reward, url)
-        limit, to_text = self._config.step_timeout_s, self._environment.to_text
-        text = await within(limit, "`observation`", to_text, result.observation)
+        text = await within(self._config.step_timeout_s, "`observation`", self._environment.to_text, result.observation)
         return Step(str(text), reward, "done" if result.done else "")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -94,12 +95,9 @@ def name_of_format(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = Fals
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **how: bool) -> str:
     """Return the template's text of a conversation that tests the template, or "" if the template refuses it."""
-    if tokenizer.chat_template is None:
-        return ""
-    try:
-        return ChatRenderer(tokenizer).render(messages, [_SCHEMA], **how)
-    except BadRowError:
-        return ""
+    with suppress(BadRowError):
+        return "" if tokenizer.chat_template is None else ChatRenderer(tokenizer).render(messages, [_SCHEMA], **how)
+    return ""
 
 
 class Turns:
