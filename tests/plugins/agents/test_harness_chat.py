@@ -198,6 +198,9 @@ def test_limits_and_stop_texts_end_an_answer() -> None:
     assert [request.sampling.max_new_tokens for request in engine.requests] == [3, 2, 256], "no more than the run's"
     assert engine.requests[2].sampling.stop == ("END",)
     assert decode(TOKENIZER, trajectory.turns[2].response_ids) == "oneEND", "what is trained on keeps the stop text"
+    # A call that the limit cuts off is not malformed.
+    _, cut = asked(chat(tools=TOOLS, max_tokens=20), ScriptedEngine(says(TOKENIZER, CALL)))
+    assert cut.info["metrics"] == {"tools/calls": 0, "turns/forked": 0}
 
 
 def test_text_completions_take_texts_and_token_ids() -> None:

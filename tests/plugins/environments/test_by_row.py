@@ -99,6 +99,21 @@ def test_an_environment_that_returns_no_trajectory_is_named() -> None:
         run(runner.run_group(Prompt(0, {"of": {"kind": "open"}})))
 
 
+def test_an_environment_that_cannot_be_made_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    async def close(self: Any) -> None:
+        closed.append(type(self).__name__)
+
+    monkeypatch.setattr("fated.Twice.close", close, raising=False)
+    parts = {"open": "fated:Twice", "broken": {**MATH, "name": "tools", "tools": {"missing": "fated:missing"}}}
+    with pytest.raises(PluginError, match="fated has no"):
+        ByRow(
+            config_of(ByRowConfig, environments=parts), core_registry(), tiny_tokenizer(), DataConfig.model_construct()
+        )
+    assert closed == ["Twice"]
+
+
 def test_an_environment_that_hangs_costs_its_attempts_after_its_own_limit_and_keeps_its_label() -> None:
     class Chooses:
         def label_of(self, task: Task) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_attempts import core_registry, extends, make_policy, make_task, run, says
+from rl_attempts import core_registry, decode, encode, extends, make_policy, make_task, run, says
 from ruamel.yaml import YAML
+from tool_families import FAMILIES, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import PluginError
@@ -62,13 +63,13 @@ RELEASE = threading.Event()
 ROW = {"prompt": "A game.", "number": 7}
 
 
-def play(row: dict[str, Any], *texts: str, sample: int = 0, **settings: Any) -> Any:
-    tokenizer = tiny_tokenizer()
+def play(row: dict[str, Any], *texts: str, sample: int = 0, tokenizer: Any = None, **settings: Any) -> Any:
+    tokenizer = tokenizer or tiny_tokenizer()
     MADE.clear()
     config = GymnasiumConfig(**{"path": Higher, **settings})
     environment = GymnasiumEnvironment(config, core_registry(), tokenizer, None)  # type: ignore[arg-type]
     task = make_task(row, sample=sample)
-    return run(environment.run(task, make_policy(ScriptedEngine(says(tokenizer, *texts)), task)))
+    return run(environment.run(task, make_policy(ScriptedEngine(says(tokenizer, *texts)), task, max_new_tokens=200)))
 
 
 def test_each_turn_gets_the_reward_of_its_step_and_the_return_is_their_sum() -> None:
@@ -97,13 +98,55 @@ def test_episodes_end_at_max_turns_and_at_a_truncation_and_rows_need_no_prompt()
     found = play({"seed": 5}, "x", path=JustTexts)
     assert found.info["ended"] == "truncated"
     assert [message["content"] for message in found.info["messages"]] == ["seed 5", "x"]
+    # The context has room, but no tokenizer takes half of a surrogate pair.
+    broken = play(ROW, "1", observation=lambda text: text.replace("higher", "\ud83d"))
+    assert (broken.info["ended"], len(broken.turns)) == ("refused", 1)
 
 
-def test_a_step_that_hangs_costs_its_attempt() -> None:
-    with pytest.raises(AttemptFailedError, match=r"`step` of in-memory.*Higher did not return within 0.2 s"):
-        play(ROW, "hang", step_timeout_s=0.2)
+@pytest.mark.parametrize("slow", ["step", "action", "observation"])
+def test_a_step_or_a_function_that_hangs_costs_its_attempt(slow: str) -> None:
+    RELEASE.clear()
+
+    def hang(text: str) -> str:
+        RELEASE.wait(3.0)
+        return text
+
+    functions = {} if slow == "step" else {slow: hang}
+    name = "step" if slow == "step" else "hang"
+    with pytest.raises(AttemptFailedError, match=rf"`{name}` of in-memory.*Higher did not return within 0.2 s"):
+        play(ROW, "hang", step_timeout_s=0.2, **functions)
     assert not MADE[0].closed, "a thread still uses it"
     RELEASE.set()
+
+
+def test_an_environment_that_cannot_be_closed_costs_no_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(self: Higher) -> None:
+        raise OSError("the window is gone")
+
+    monkeypatch.setattr(Higher, "close", close)
+    with pytest.warns(UserWarning, match="not closed: OSError: the window is gone"):
+        assert trajectory_return(play(ROW, "7")) == 1.0
+
+
+@pytest.mark.parametrize("name", ["hermes", "harmony"])
+def test_reasoning_is_no_part_of_the_action_and_what_looks_like_a_call_is(name: str) -> None:
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    thoughtful = [family.answer.replace("42", guess).replace("THOUGHT", family.thought[0]) for guess in "97"]
+    found = play(ROW, *thoughtful, tokenizer=tokenizer)
+    assert [turn.rewards[-1] for turn in found.turns] == pytest.approx([-0.1, 1.0])
+    assert found.info["messages"][2]["content"] == "lower"
+    assert found.info["response"] == "7"
+    assert [decode(tokenizer, turn.response_ids)[: len(thoughtful[0])] for turn in found.turns] == thoughtful
+    called = family.call.replace("THOUGHT", "")
+    actions: list[str] = []
+    play(ROW, called, tokenizer=tokenizer, max_turns=1, action=lambda text: actions.append(text) or text)
+    assert actions == [str(tokenizer.decode(encode(tokenizer, called), skip_special_tokens=True))]
+
+
+def test_episodes_need_no_known_format_of_calls() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + tokenizer.chat_template
+    assert trajectory_return(play(ROW, "<think>so</think>7", tokenizer=tokenizer)) == 1.0
 
 
 def test_functions_turn_texts_into_actions_and_what_is_no_action_is_told_to_the_model() -> None:

@@ -107,6 +107,8 @@ def test_texts_become_the_only_field_of_the_action_and_rewards_are_those_of_turn
     assert contents[2::2] == ["no", "no", "error: invalid literal for int() with base 10: 'x'", "yes"]
     assert found.info["ended"] == "done"
     assert found.info["metrics"]["episode/invalid_actions"] == 1
+    with pytest.raises(ValueError, match="invalid literal"):
+        player.environment.to_action("[" * 3000)
 
 
 def test_sessions_are_kept_and_no_more_are_open_than_allowed(server: Server) -> None:
@@ -127,6 +129,10 @@ def test_a_slow_step_and_an_error_of_the_server_cost_their_attempts_and_the_sess
     async def failing() -> None:
         with pytest.raises(AttemptFailedError, match=r"did not answer within 0.5 s \(environment.step_timeout_s\)"):
             await player.play({"number": 7}, "99")
+        player.environment.to_text, usual = lambda found: time.sleep(2.0), player.environment.to_text
+        with pytest.raises(AttemptFailedError, match=r"`observation` did not return within 0.5 s"):
+            await player.play({"number": 7}, "1")
+        player.environment.to_text = usual
         with pytest.raises(AttemptFailedError, match="98 is broken"):
             await player.play({"number": 7}, "98")
         assert player.environment._idle == []

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError
 from spurline_environments.configs import AutoFormatConfig, ToolFormatConfig
-from spurline_environments.grammars import GRAMMARS, ToolCall
+from spurline_environments.grammars import GRAMMARS, ToolCall, read_call
 from spurline_environments.plugin import FORMATS
 from spurline_environments.testing import ToolFormatContract
 from spurline_environments.tool_formats import Turns, name_of_format, result_message
@@ -92,12 +92,32 @@ class TestFormats(ToolFormatContract):
         return [(text, SCHEMAS, [ToolCall(*call) for call in CALLS[: family.num_calls]])]
 
 
+LEFT_OVER = {
+    "qwen3_coder": [
+        '<function=add>\n{"a": 1}\n</function>',
+        "<function=add>\n<parameter=c>\n2 </parameter> 3\n</parameter>\n</function>",
+        "<function=add>\n<parameter=c>\n2 </function> 3\n</parameter>\n</function>",
+    ],
+    "glm45": [
+        '<tool_call>add\n{"a": 1}\n</tool_call>',
+        "<tool_call>add\n<arg_key>c</arg_key><arg_value>2</arg_value> 3</arg_value>\n</tool_call>",
+    ],
+    "pythonic": ["[add(a=1)]\n[add(c='2')]"],
+    "mistral": [
+        '[TOOL_CALLS][{"name": "add", "arguments": {}}]\n[{"name": "add", "arguments": {}}]',
+        '[TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"c": "2"}',
+    ],
+    "harmony": ['<|channel|>commentary to=functions.add <|constrain|>json{"a":1}'],
+}
+"""Calls of which a part would be lost: arguments, or another call."""
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_malformed_call_is_a_call_with_a_problem_that_shows_how_to_write_one(name: str) -> None:
     grammar, family = GRAMMARS[name], FAMILIES[name]
     text = family.call.replace("THOUGHT", "")
-    # One is cut off, and one has no name.
-    for written in (text[: text.rindex("3" if family.num_calls == 2 else "}")], text.replace("add", "", 1)):
+    cut_off, without_name = text[: text.rindex("3" if family.num_calls == 2 else "}")], text.replace("add", "", 1)
+    for written in (cut_off, without_name, *LEFT_OVER.get(name, ())):
         calls = grammar.parse(written, SCHEMAS, is_thinking=False).calls
         [problem] = [call.problem for call in calls if call.problem] or [""]
         # These have no marks, so that a call without a name, or the whole list, is text.
@@ -112,6 +132,28 @@ def test_calls_in_reasoning_are_thoughts_and_a_call_ends_reasoning_that_was_not_
     open_ended = parse(f"<think>try {call}")
     assert (open_ended.reasoning, len(open_ended.calls)) == ("try", 1)
     assert parse("<think>still").content == ""
+    # No reasoning has begun, so the mark in an argument ends none.
+    [made] = parse(call.replace("{}", '{"c": "a </think> b"}')).calls
+    assert made.arguments == {"c": "a </think> b"}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_arguments_without_quotes_have_a_type_that_their_schema_allows(name: str) -> None:
+    written, value = FAMILIES[name].call.replace("THOUGHT", "").replace("2\n3", "VALUE"), SCHEMAS[0]["function"]
+    kinds = {kind: {"type": kind} for kind in ("integer", "null", "number", "string")}
+    for schema, text, expected in (
+        ({"anyOf": [kinds["integer"], kinds["null"]]}, "2020", 2020),
+        ({"anyOf": [kinds["integer"], kinds["null"]]}, "null", None),
+        ({"type": ["string", "null"]}, "123", "123"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"oneOf": [kinds["number"], kinds["string"]]}, "3", 3),
+        ({"oneOf": [kinds["number"], kinds["string"]]}, "[3]", "[3]"),
+        (kinds["string"], "null", "null"),
+        ({}, "1", "1"),
+    ):
+        tool = {**value, "parameters": {"properties": {"c": schema}}}
+        made = GRAMMARS[name].parse(written.replace("VALUE", text), [tool], is_thinking=False).calls[-1]
+        assert (made.arguments, made.problem) == ({"c": expected}, "")
 
 
 def test_a_million_calls_are_not_even_read_and_a_call_nested_too_deeply_has_a_problem() -> None:
@@ -119,6 +161,9 @@ def test_a_million_calls_are_not_even_read_and_a_call_nested_too_deeply_has_a_pr
     assert len(parse("<tool_call>{}</tool_call>" * 1_000_000).calls) == 129
     [made] = parse(f"<tool_call>{'[' * 20_000}{']' * 20_000}</tool_call>").calls
     assert made.problem.startswith("the tool call is not valid JSON (maximum recursion depth exceeded")
+    for arguments, said in (("[1, 2]", "arguments of f are not an object"), ("[" * 3000, "valid JSON"), ("{", "JSON")):
+        assert said in read_call("f", arguments, "id").problem
+    assert read_call("f", "", "id") == ToolCall("f", {}, id="id")
 
 
 def test_a_template_with_tools_in_no_known_format_is_refused_with_the_formats() -> None:

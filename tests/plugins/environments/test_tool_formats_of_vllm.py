@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import combinations_with_replacement
+
 import pytest
 from tool_families import FAMILIES, SCHEMAS, tokenizer_of
 
@@ -62,6 +65,32 @@ def test_a_turn_is_read_as_by_vllm(name: str) -> None:
         assert any(call.problem for call in ours) or not theirs
         for call in ours:
             assert call.problem or not theirs or (call.name, call.arguments) in [(c.name, c.arguments) for c in theirs]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_arguments_have_the_types_that_vllm_gives_them(name: str) -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    theirs = VllmFormat(VllmFormatConfig(parser=name), tokenizer_of(name))
+    written = FAMILIES[name].call.replace("THOUGHT", "").replace("2\n3", "VALUE")
+    kinds = ("integer", "number", "string", "null", "object")
+    # With text and an object, vLLM takes any JSON.
+    for union in [{*pair} for pair in combinations_with_replacement(kinds, 2) if pair != ("string", "object")]:
+        for schema in ({"type": [*union]}, {"anyOf": [{"type": kind} for kind in union]}):
+            tool = {**SCHEMAS[0]["function"], "parameters": {"type": "object", "properties": {"c": schema}}}
+            for text in ("2020", "null", "x", "1.5", "-3", '{"a": 1}', "[1]", "true", '"q"'):
+                turns = [
+                    parse(written.replace("VALUE", text), [{"type": "function", "function": tool}])
+                    for parse in (partial(GRAMMARS[name].parse, is_thinking=False), theirs.parse)
+                ]
+                mine, other = (turn.calls[-1].arguments["c"] for turn in turns)
+                assert (mine, type(mine)) == (other, type(other)), f"{schema} {text}"
+
+
+def test_calls_that_vllm_reads_without_an_object_of_arguments_have_a_problem() -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    hermes = VllmFormat(VllmFormatConfig(parser="hermes"), tokenizer_of("hermes"))
+    [made] = hermes.parse('<tool_call>{"name": "f", "arguments": [1, 2]}</tool_call>', SCHEMAS).calls
+    assert made.problem == "the arguments of f are not an object."
 
 
 def test_a_parser_that_vllm_does_not_have_is_an_error_with_those_it_has() -> None:

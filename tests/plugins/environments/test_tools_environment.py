@@ -17,7 +17,8 @@ from spurline.errors import DataError, PluginError
 from spurline_environments import grammars, tools
 from spurline_environments.calculator import calculator
 from spurline_environments.configs import ToolsConfig
-from spurline_environments.tools import Toolbox, ToolCall, Tools
+from spurline_environments.grammars import ToolCall
+from spurline_environments.tools import Toolbox, Tools
 from spurline_rl.protocols.environment import Environment
 from spurline_rl.rewards.configs import ExactMatchConfig
 from spurline_rl.testing.environment_contract import EnvironmentContract, ScriptedEngine
@@ -74,7 +75,11 @@ def test_the_model_calls_the_calculator_and_answers():
     json.dumps(trajectory.info)
 
 
-def test_the_template_is_given_the_schemas_of_the_tools():
+def search(query: str, year: int | None = None, kinds: list[str] = [], unit="km", box: Toolbox | None = None):  # noqa: B006
+    return query
+
+
+def test_the_template_is_given_the_schemas_of_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_with("qwen3")
     tools = {"calculator": "calculator", "plus": "reward_functions:add"}
     prompt = attempt("42", tokenizer=tokenizer, tools=tools).info["prompt"]
@@ -88,6 +93,15 @@ def test_the_template_is_given_the_schemas_of_the_tools():
             "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
             "required": ["left"],
         },
+    }
+    monkeypatch.setattr("reward_functions.add", search)
+    [schema] = Toolbox({"search": "reward_functions:add"}, timeout_s=30).schemas()
+    assert schema["function"]["parameters"]["properties"] == {
+        "query": {"type": "string"},
+        "year": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "kinds": {"type": "array", "items": {"type": "string"}},
+        "unit": {},
+        "box": {},
     }
 
 
@@ -162,6 +176,10 @@ def test_turns_with_failed_calls_get_the_reward_for_that():
     rewards = [turn.rewards for turn in trajectory.turns]
     assert [reward[-1] for reward in rewards if reward is not None] == [-0.25, 0.0, 0.0]
     assert all(turn.rewards is None for turn in attempt("42", failed_call_reward=-0.25).turns)
+    # The last turn that the model may have has a failed call, too, if nobody can read it.
+    last = attempt(call(expression="6*7"), "<tool_call>{}</tool_call>", failed_call_reward=-0.25, max_turns=2)
+    assert [turn.rewards[-1] for turn in last.turns] == [0.0, -0.25]
+    assert (last.info["ended"], last.info["metrics"]["tools/failed"]) == ("max_turns", 0.5)
 
 
 def test_the_conversation_ends_after_max_turns_without_another_call():
@@ -173,9 +191,11 @@ def test_the_conversation_ends_after_max_turns_without_another_call():
 
 
 def test_a_turn_cut_off_ends_the_conversation():
-    trajectory = attempt(call(expression="1 + 1") + "x" * 200)
+    trajectory = attempt(call(expression="1 + 1") + "<tool_call>{" + "x" * 200)
     assert trajectory.info["ended"] == "length"
     assert len(trajectory.turns) == 1
+    # What was cut off is no malformed call.
+    assert trajectory.info["metrics"] == {"tools/calls": 0, "turns/forked": 0}
 
 
 def test_a_conversation_that_outgrows_the_context_ends_and_is_scored():

@@ -23,8 +23,8 @@ from spurline_agents.bodies import ApiError, Body, BodyT, Tools, read_body, samp
 from spurline_agents.configs import EndpointConfig
 from spurline_agents.sessions import LiveSession
 from spurline_concurrency.calls import all_or_none
+from spurline_environments.grammars import ToolCall
 from spurline_environments.tool_formats import Turns, as_openai
-from spurline_environments.tools import ToolCall
 from spurline_rl.chat_front import ChatFront, PrefixError, Reply
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_text.prompts import encode_prompt
@@ -173,7 +173,8 @@ class Answering:
         """Return the turn as the client gets it, and restate it in the conversation as the template takes it."""
         result = reply.result
         turn = self._turns.read(reply.text, tools, len(chat.messages))
-        session.tool_calls += turn.calls if tools else ()
+        is_cut = result.finish_reason == "length"
+        session.tool_calls += [call for call in turn.calls if tools and not (is_cut and call.problem)]
         # The agent gets the whole answer as text if one call is malformed, or could not be sent back.
         if turn.calls and (not tools or any(call.problem or not _can_come_back(call) for call in turn.calls)):
             text, _ = self.text(result, body)

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import DataError
 from spurline_agents.bodies import ApiError
 from spurline_agents.configs import EndpointConfig
+from spurline_environments.grammars import ToolCall
 from spurline_environments.tool_formats import Turns, call_metrics
-from spurline_environments.tools import ToolCall
 from spurline_rl.chat_front import ChatFront
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling

@@ -5,6 +5,7 @@ Data flow: row -> label -> the environment of this label -> Trajectory.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import DataError, listing, suggestion
 from spurline.plugins.registry import Registry
+from spurline.threads import call_on_daemon
 from spurline_environments.configs import AttemptLimits, ByRowConfig
 from spurline_rl.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
 from spurline_rl.trajectory import Trajectory
@@ -29,10 +31,15 @@ class ByRow:
         self, config: ByRowConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
     ) -> None:
         self._config = config
-        self._parts: dict[str, Environment] = {
-            label: registry.create("environment", part, registry=registry, tokenizer=tokenizer, data=data)
-            for label, part in config.environments.items()
-        }
+        self._parts: dict[str, Environment] = {}
+        try:
+            for label, part in config.environments.items():
+                made = registry.create("environment", part, registry=registry, tokenizer=tokenizer, data=data)
+                self._parts[label] = made
+        except BaseException:
+            # A notebook's thread has an event loop already.
+            call_on_daemon("close", lambda: asyncio.run(self.close())).result()
+            raise
         self.notes = [f"{label}: {note}" for label, part in self._parts.items() for note in getattr(part, "notes", ())]
 
     def label_of(self, task: Task) -> str:

@@ -251,6 +251,8 @@ class EpisodeConfig(EnvironmentConfig):
     """Seconds that a reset or a step may take. If it takes longer, the attempt fails."""
     history: Literal["exact", "retokenize"] = "exact"
     """How the prompt of a later turn is made, as in the environment `tools`."""
+    tool_format: ToolFormatSetting = AutoFormatConfig()
+    """How the model writes reasoning, which is not part of its action. There are no tools."""
 
     @property
     def reward_terms(self) -> Collection[str]:

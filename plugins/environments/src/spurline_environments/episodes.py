@@ -6,16 +6,18 @@ message -> the next turn ... -> Trajectory with the reward of each step on its t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import xxhash
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from spurline.errors import DataError, PluginError
 from spurline_environments.configs import EpisodeConfig
-from spurline_rl.chat_front import ChatFront, PrefixError
+from spurline_environments.grammars import ParsedTurn
+from spurline_environments.tool_formats import Turns, readable
+from spurline_rl.chat_front import ChatFront
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.trajectory import Trajectory
@@ -67,41 +69,43 @@ def function_setting(path: str | None, what: str) -> Callable[[Any], Any] | None
     return load_function(path, what) if path is not None and ":" in path else None
 
 
-def converted(convert: Callable[[str], Any], text: str) -> Any:
-    """Return the action that a text asks for. A ValueError of `convert` becomes an InvalidActionError."""
+async def converted(action: Awaitable[Any]) -> Any:
+    """Return the action that a text asks for. A ValueError becomes an InvalidActionError."""
     try:
-        return convert(text)
+        return await action
     except ValueError as error:
         raise InvalidActionError(str(error)) from error
 
 
 async def play(
-    episode: Episode, config: EpisodeConfig, task: Task, policy: PolicyHandle, tokenizer: PreTrainedTokenizerBase
+    episode: Episode, config: EpisodeConfig, turns: Turns, task: Task, policy: PolicyHandle, tokenizer: Tokenizer
 ) -> Trajectory:
     """Play one episode and return its trajectory.
 
-    `info` has prompt and response (the last turn) as texts, messages, and `ended`: what the environment says,
-    `max_turns`, `length` (a turn was cut off, so its action is not made) or `context` (another turn does not fit).
+    `info` has prompt and response (the last turn without reasoning) as texts, messages, and `ended`: what the
+    environment says, `max_turns`, `length` (a turn was cut off, so its action is not made), `context` (another turn
+    does not fit) or `refused` (the template refuses an observation, or what the model wrote).
     """
     where = f"{task.location} (prompt {task.uid}, sample {task.sample})"
     opening = await episode.reset(seed_of(task), task.row)
     if opening.ended:
         raise AttemptFailedError(f"{where}: the episode has already ended at its reset ({opening.ended}).")
     messages = _first_messages(task, opening.observation)
-    chat = ChatFront(policy, tokenizer, messages, history=config.history, where=where)
+    chat = ChatFront(policy, tokenizer, messages, history=config.history, where=where, agree=turns.agree)
     rewards: list[float] = []
     ended, num_invalid, response = "", 0, ""
     while not ended:
-        try:
-            reply = await chat.reply()
-        except DataError as error:
-            # An error in the first turn is an error of the row. A later error means that the context is full.
-            if isinstance(error, PrefixError) or not rewards:
-                raise
-            ended = "context"
+        reply = await chat.reply_if_possible(turns.sampling(policy.sampling))
+        if isinstance(reply, str):
+            ended = reply
             break
         rewards.append(0.0)
-        response = str(tokenizer.decode(reply.result.token_ids.tolist(), skip_special_tokens=True))
+        turn = turns.read(reply.text)
+        if turn.calls:
+            # The model has no tools, so what looks like a call belongs to its action.
+            turn = ParsedTurn(reply.text, None, ())
+        chat.restate(turns.message(reply.text, turn))
+        response = readable(reply, turn, tokenizer)
         if reply.result.finish_reason == "length":
             ended = "length"
             break

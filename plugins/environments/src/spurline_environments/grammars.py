@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -23,8 +23,8 @@ MAX_CALLS = 128
 
 Schemas = Sequence[Mapping[str, Any]]
 """JSON schemas of tools, as in OpenAI's API."""
-_Types = Mapping[str, Mapping[str, Any]]
-"""The JSON type of each parameter of each tool."""
+_Types = Mapping[str, Mapping[str, Set[str]]]
+"""The JSON types that each parameter of each tool may have."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ class Grammar:
         return ParsedTurn(rest[: begin.start()].strip(), reasoning, self.calls(rest[begin.start() :], tools))
 
     def _split(self, text: str, *, is_thinking: bool) -> tuple[str | None, str]:
-        """Return the reasoning and the text after it. If the reasoning has no end, a call ends it."""
+        """Return the reasoning and the text after it. A call ends reasoning that has no end, or no beginning."""
         begin = re.match(r"\s*(?:<think>|\[THINK\])", text)
-        start = begin.end() if begin else 0
-        end = re.compile(r"</think>|\[/THINK\]").search(text, start)
-        if end is None and begin is None and not is_thinking:
+        start, is_open = begin.end() if begin else 0, is_thinking or begin is not None
+        call = None if is_open else re.search(self.begins, text)
+        end = re.compile(r"</think>|\[/THINK\]").search(text, start, call.start() if call else len(text))
+        if end is None and not is_open:
             return None, text
         end = end or re.compile(rf"(?={self.begins})|\Z").search(text, start)
         assert end is not None, "every text has an end"
@@ -119,14 +120,15 @@ class Harmony(Grammar):
     """Messages of channels: `<|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|>`, the first without its start."""
 
     def parse(self, text: str, tools: Schemas, *, is_thinking: bool) -> ParsedTurn:
-        if "<|message|>" not in text:
+        if "<|message|>" not in text and "<|channel|>" not in text:
             return ParsedTurn(text, None, ())
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCall] = []
         for part in re.split(self.begins, text):
-            header, _, body = part.rpartition("<|message|>")
-            if recipient := re.search(r"to=([^\s<]+)", header):
+            header, mark, body = part.rpartition("<|message|>")
+            # A call without the mark is malformed, since all of it is read as the arguments.
+            if recipient := re.search(r"to=([^\s<]+)", header if mark else part):
                 if len(calls) <= MAX_CALLS:
                     calls += self.calls(f"{recipient[1].removeprefix('functions.')}\n{body}", tools)
             else:
@@ -139,39 +141,52 @@ def _between(begin: str, end: str) -> str:
     return rf"{re.escape(begin)}(?P<body>.*?)(?:(?P<end>{re.escape(end)})|\Z)"
 
 
-def _types_of(tools: Schemas) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _types_of(tools: Schemas) -> dict[str, dict[str, set[str]]]:
+    found: dict[str, dict[str, set[str]]] = {}
     for tool in tools:
         function = tool.get("function", tool)
         with suppress(AttributeError, KeyError, TypeError):
             # The schemas of a client may be anything. Parameters without a type are texts.
             properties = function["parameters"]["properties"]
-            found[function["name"]] = {name: schema.get("type", "string") for name, schema in properties.items()}
+            found[function["name"]] = {name: _types_in(schema) for name, schema in properties.items()}
     return found
 
 
-def _typed(text: str, kind: Any) -> Any:
-    """Return the value of an argument that is written without quotes."""
-    if kind != "string":
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                return read(text)
+def _types_in(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema allows, also in a union; `string` if it has none."""
+    named = schema.get("type", ())
+    parts = [part for union in ("anyOf", "oneOf", "allOf") for part in schema.get(union, ())]
+    return ({named} if isinstance(named, str) else {*named}).union(*map(_types_in, parts)) or {"string"}
+
+
+def _typed(text: str, types: Set[str]) -> Any:
+    """Return the value of an argument that is written without quotes. It is text if it may be, and is no other type."""
+    for read in (json.loads,) if "string" in types else (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = read(text)
+            if "string" not in types or types & _TYPES_OF_VALUES.get(type(value), set()):
+                return value
     return text
 
 
-def _json(text: str) -> Any:
+def _json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
     try:
-        return json.loads(text)
+        return read(text)
     except (ValueError, RecursionError) as error:
         raise _MalformedError(f"the tool call is not valid JSON ({error})") from error
 
 
 def _first_json(text: str, place: int = 0) -> tuple[Any, int]:
     """Return the JSON value that begins at `place`, and where it ends."""
+    return _json(text, lambda text: json.JSONDecoder().raw_decode(text, place))
+
+
+def read_call(name: str, arguments: str, id: str) -> ToolCall:
+    """Return a call whose arguments are written as JSON. If it is malformed, it has a `problem`."""
     try:
-        return json.JSONDecoder().raw_decode(text, place)
-    except (ValueError, RecursionError) as error:
-        raise _MalformedError(f"the tool call is not valid JSON ({error})") from error
+        return _made(name, _json(arguments or "{}"), id)
+    except _MalformedError as error:
+        return ToolCall(name, {}, f"{error}.", id)
 
 
 def _made(name: Any, arguments: Any, id: str = "") -> ToolCall:
@@ -213,30 +228,30 @@ def _read_functions(body: str, types: _Types) -> list[ToolCall]:
     name, closing, rest = body.partition(">")
     if not closing:
         raise _MalformedError("the tool call has no name")
-    pairs = re.findall(r"<parameter=([^<>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", rest, re.DOTALL)
-    return [_of_pairs(name, pairs, types)]
+    return [_of_pairs(name, r"<parameter=([^<>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=))", rest, types)]
 
 
 def _read_pairs(body: str, types: _Types) -> list[ToolCall]:
     """Read `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...`."""
-    name, _, rest = body.partition("<arg_key>")
-    pair = r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>)|\Z)"
-    return [_of_pairs(name, re.findall(pair, f"<arg_key>{rest}", re.DOTALL), types)]
+    name, rest = re.findall(r"\A\s*([^\n<{]*)(.*)", body, re.DOTALL)[0]
+    pair = r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>))"
+    return [_of_pairs(name, pair, rest, types)]
 
 
-def _of_pairs(name: str, pairs: Sequence[tuple[str, str]], types: _Types) -> ToolCall:
+def _of_pairs(name: str, pair: str, text: str, types: _Types) -> ToolCall:
+    """Return a call whose arguments are all that the text has. `pair` finds the name and the value of each."""
     known = types.get(name.strip(), {})
-    return _made(name, {key.strip(): _typed(value, known.get(key.strip(), "string")) for key, value in pairs})
+    if left := re.sub(pair, "", text, flags=re.DOTALL).strip():
+        raise _MalformedError(f"the tool call has text outside of its arguments ({left:.80})", name.strip())
+    pairs = [(key.strip(), value) for key, value in re.findall(pair, text, re.DOTALL)]
+    return _made(name, {key: _typed(value, known.get(key, {"string"})) for key, value in pairs})
 
 
 def _read_python(body: str, types: _Types) -> list[ToolCall]:
     """Read a list of Python calls with literal arguments. JSON's `true`, `false` and `null` are accepted too."""
     try:
-        [statement, *_] = ast.parse(body.strip()).body
-        calls = (
-            statement.value.elts if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.List) else []
-        )
-        return [_of_python(call) for call in calls]
+        calls = ast.parse(body.strip(), mode="eval").body
+        return [_of_python(call) for call in calls.elts] if isinstance(calls, ast.List) else []
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _MalformedError(f"the tool calls are not a valid Python list ({error})") from error
 
@@ -257,9 +272,12 @@ class _JsonNames(ast.NodeTransformer):
 def _read_mistral(body: str, types: _Types) -> list[ToolCall]:
     """Read `NAME[ARGS]{...}`, with `[CALL_ID]` before the arguments in some versions, or a list of objects."""
     named = re.match(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)", body)
+    body = body[named.end() :] if named else body.lstrip()
+    found, end = _first_json(body)
+    if "{" in body[end:]:
+        raise _MalformedError("more JSON follows the tool calls")
     if named:
-        return [_made(named[1], _first_json(body, named.end())[0], named[2] or "")]
-    found, _ = _first_json(body.lstrip())
+        return [_made(named[1], found, named[2] or "")]
     return [*map(_of_object, found if isinstance(found, list) else [found])]
 
 
@@ -284,8 +302,14 @@ def _read_named(body: str, types: _Types) -> list[ToolCall]:
     return [_made(name, _json(arguments))]
 
 
-_FUNCTION = "<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>"
-_FENCED = "function<｜tool▁sep｜>NAME\n```json\n{...}\n```"
+_TYPES_OF_VALUES: Mapping[type, Set[str]] = {
+    type(None): {"null"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+}
 
 GRAMMARS: Mapping[str, Grammar] = {
     "harmony": Harmony(
@@ -308,7 +332,7 @@ GRAMMARS: Mapping[str, Grammar] = {
         "<｜tool▁calls▁begin｜>|<｜tool▁call▁begin｜>",
         _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         _read_deepseek,
-        f"<｜tool▁call▁begin｜>{_FENCED}<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{...}\n```<｜tool▁call▁end｜>",
     ),
     "mistral": Grammar(
         ("[TOOL_CALLS]",),
@@ -330,7 +354,7 @@ GRAMMARS: Mapping[str, Grammar] = {
         "<tool_call>|<function=",
         _between("<function=", "</function>"),
         _read_functions,
-        f"<tool_call>\n{_FUNCTION}\n</tool_call>",
+        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
     ),
     "hermes": Grammar(
         ("<tool_call>",),

@@ -6,6 +6,7 @@ Each attempt has its own object. Its methods run on threads, so an environment t
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import PluginError
 from spurline.plugins.registry import Registry
-from spurline_concurrency.calls import within
+from spurline_concurrency.calls import located, within
 from spurline_environments.configs import GymnasiumConfig
 from spurline_environments.episodes import InvalidActionError, Step, converted, function_setting, number_of, play
+from spurline_environments.tool_formats import Turns
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import PolicyHandle, Task
 from spurline_rl.trajectory import Trajectory
@@ -33,6 +35,7 @@ class GymnasiumEnvironment:
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._turns = Turns(config.tool_format, registry, tokenizer, has_tools=False)
         self._make = _maker(config)
         self._to_action = function_setting(config.action, "action")
         self._to_text = function_setting(config.observation, "observation")
@@ -41,10 +44,13 @@ class GymnasiumEnvironment:
         name, limit = self._config.path or self._config.id, self._config.step_timeout_s
         environment = await within(limit, f"making {name}", self._make)
         episode = _Episode(environment, str(name), limit, self._to_action, self._to_text)
-        trajectory = await play(episode, self._config, task, policy, self._tokenizer)
+        trajectory = await play(episode, self._config, self._turns, task, policy, self._tokenizer)
         # The environment of a failed attempt is not closed, since a thread may still use it.
         if hasattr(environment, "close"):
-            await episode.call(environment.close)
+            try:
+                await episode.call(environment.close)
+            except Exception as error:  # noqa: BLE001 - the episode is complete
+                warnings.warn(f"{name} was not closed: {located(error)}", stacklevel=1)
         return trajectory
 
 
@@ -86,10 +92,10 @@ class _Episode:
         accepted = {name: value for name, value in given.items() if takes_any or name in parameters}
         found = await self.call(self._environment.reset, **accepted)
         has_info = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-        return Step(str(self._to_text(found[0] if has_info else found)))
+        return Step(str(await self.call(self._to_text, found[0] if has_info else found)))
 
     async def step(self, text: str) -> Step:
-        action = converted(self._to_action, text)
+        action = await converted(self.call(self._to_action, text))
         found = await self.call(self._environment.step, action)
         if not isinstance(found, tuple) or len(found) != _RESULTS_OF_STEP:
             raise PluginError(
@@ -98,10 +104,10 @@ class _Episode:
             )
         observation, reward, terminated, truncated, _ = found
         ended = "terminated" if terminated else "truncated" if truncated else ""
-        return Step(str(self._to_text(observation)), number_of(reward, self._name), ended)
+        return Step(str(await self.call(self._to_text, observation)), number_of(reward, self._name), ended)
 
     async def call(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a method of the environment on a thread, with a time limit."""
+        """Call a function of the user on a thread, with a time limit."""
         what = f"`{getattr(function, '__name__', 'step')}` of {self._name}"
         return await within(self._timeout_s, what, function, *arguments, **keywords)
 

@@ -21,6 +21,7 @@ from spurline.plugins.registry import Registry
 from spurline_concurrency.calls import within
 from spurline_environments.configs import OpenEnvConfig
 from spurline_environments.episodes import InvalidActionError, Step, converted, function_setting, number_of, play
+from spurline_environments.tool_formats import Turns
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.trajectory import Trajectory
 
@@ -50,6 +51,7 @@ class OpenEnvEnvironment:
         self._client = GenericEnvClient
         self.config = config
         self._tokenizer = tokenizer
+        self._turns = Turns(config.tool_format, registry, tokenizer, has_tools=False)
         self.to_action = function_setting(config.action, "action")
         self.to_text = function_setting(config.observation, "observation") or self._default_text
         self._places = asyncio.Semaphore(config.sessions)
@@ -57,7 +59,7 @@ class OpenEnvEnvironment:
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         async with self._session() as client:
-            return await play(_Episode(client, self), self.config, task, policy, self._tokenizer)
+            return await play(_Episode(client, self), self.config, self._turns, task, policy, self._tokenizer)
 
     async def close(self) -> None:
         """Close the sessions that are kept."""
@@ -100,7 +102,7 @@ class OpenEnvEnvironment:
             if field is None:
                 try:
                     found = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):
                     found = None
                 if isinstance(found, dict):
                     return found
@@ -156,7 +158,7 @@ class _Episode:
 
     async def step(self, text: str) -> Step:
         assert self._environment.to_action is not None, "an episode begins with its reset"
-        action = converted(self._environment.to_action, text)
+        action = await converted(within(self._config.step_timeout_s, "`action`", self._environment.to_action, text))
         try:
             step = await self._call(lambda: self._client.step(action))
         except _NoSessionError as error:
@@ -183,4 +185,5 @@ class _Episode:
             kind = _NoSessionError if "(code: CAPACITY_REACHED)" in str(error) else kind
             raise kind(f"{url}: {error}") from error
         reward = number_of(0.0 if result.reward is None else result.reward, url)
-        return Step(str(self._environment.to_text(result.observation)), reward, "done" if result.done else "")
+        text = await within(self._config.step_timeout_s, "`observation`", self._environment.to_text, result.observation)
+        return Step(str(text), reward, "done" if result.done else "")

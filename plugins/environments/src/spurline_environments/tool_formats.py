@@ -10,14 +10,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from spurline.errors import ConfigError, listing
 from spurline.plugins.registry import Registry
 from spurline_environments.configs import AutoFormatConfig, ToolFormatConfig
-from spurline_environments.grammars import GRAMMARS, Schemas, ToolCall
-from spurline_environments.grammars import ParsedTurn as ParsedTurn
+from spurline_environments.grammars import GRAMMARS, ParsedTurn, Schemas, ToolCall
 from spurline_rl.chat_front import Reply
 from spurline_rl.protocols.rollout_engine import Sampling
 from spurline_text.chats.chat import REASONING_KEYS, ChatRenderer
@@ -73,34 +73,31 @@ def choose_format(config: AutoFormatConfig, tokenizer: PreTrainedTokenizerBase) 
     return MarkedFormat(ToolFormatConfig(name=name_of_format(tokenizer)[0]), tokenizer)
 
 
-def name_of_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def name_of_format(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = False) -> tuple[str, str]:
     """Return the format whose marks the chat template has, and a reason in words.
 
     Raises:
-        ConfigError: If the template shows tools, but has no marks of a known format.
+        ConfigError: If the model has tools, and the template shows them, but has no marks of a known format.
     """
     source = "" if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=[_SCHEMA])  # type: ignore[arg-type]
     for name, grammar in GRAMMARS.items():
         for mark in grammar.marks:
             if mark in source:
                 return name, f"the chat template {template_name(tokenizer)} has `{mark}`"
-    if re.search(r"\btools\b", source):
+    if has_tools and re.search(r"\btools\b", source):
         raise ConfigError.at(
             "source.environment.tool_format",
             f"is 'auto', but the chat template {template_name(tokenizer)} shows tools in none of the known formats: "
             f"{listing(GRAMMARS)}. Set the model's format, or {{name: vllm, parser: NAME}} for a parser of vLLM.",
         )
-    return "hermes", "the chat template shows no tools"
+    return "hermes", "the chat template has no marks of a format"
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **how: bool) -> str:
     """Return the template's text of a conversation that tests the template, or "" if the template refuses it."""
-    if tokenizer.chat_template is None:
-        return ""
-    try:
-        return ChatRenderer(tokenizer).render(messages, [_SCHEMA], **how)
-    except BadRowError:
-        return ""
+    with suppress(BadRowError):
+        return "" if tokenizer.chat_template is None else ChatRenderer(tokenizer).render(messages, [_SCHEMA], **how)
+    return ""
 
 
 class Turns:
@@ -114,9 +111,13 @@ class Turns:
         exchange: A conversation with a call and its result, to test the chat template.
     """
 
-    def __init__(self, config: ToolFormatConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, config: ToolFormatConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, has_tools: bool = True
+    ) -> None:
         self._format: ToolFormat = registry.create("tool_format", config, tokenizer=tokenizer)
-        name, why = name_of_format(tokenizer) if config.name == "auto" else (config.name, "the config names it")
+        name, why = config.name, "the config names it"
+        if name == "auto":
+            name, why = name_of_format(tokenizer, has_tools=has_tools)
         self.notes = (f"tool calls: format {name}, since {why}",)
 
         def shown(said: Mapping[str, Any], form: Form | None = None, num_calls: int = 1) -> str:
@@ -175,8 +176,8 @@ class Turns:
         """
         mine, other = (self._format.parse(text, tools) for text in (written, shown))
         if any(call.problem for call in mine.calls):
-            return _said(mine) == _said(other)
-        return [*_said(mine), *map(_essence, mine.calls)] == [*_said(other), *map(_essence, other.calls)]
+            other = replace(other, calls=mine.calls)
+        return _essence(mine) == _essence(other)
 
 
 def result_message(call: ToolCall, text: str) -> Message:
@@ -216,9 +217,6 @@ def _exchange(form: Form | None, num_calls: int = 1, **said: Any) -> list[Messag
     return [_QUESTION, {"role": "assistant", "content": "", **said, **calls}, *results]
 
 
-def _said(turn: ParsedTurn) -> tuple[str, str]:
-    return (turn.reasoning or "").strip(), turn.content.strip()
-
-
-def _essence(call: ToolCall) -> tuple[str, Any]:
-    return call.name, dict(call.arguments)
+def _essence(turn: ParsedTurn) -> tuple[str, str, Any]:
+    calls = [(call.name, dict(call.arguments)) for call in turn.calls]
+    return (turn.reasoning or "").strip(), turn.content.strip(), calls

@@ -12,10 +12,12 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
@@ -23,10 +25,9 @@ from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline_concurrency.calls import within
 from spurline_environments.configs import BUILT_IN_TOOLS, ToolsConfig
-from spurline_environments.grammars import Schemas
-from spurline_environments.grammars import ToolCall as ToolCall
+from spurline_environments.grammars import Schemas, ToolCall
 from spurline_environments.tool_formats import Turns, call_metrics, readable, result_message
-from spurline_rl.chat_front import ChatFront, PrefixError
+from spurline_rl.chat_front import ChatFront
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
@@ -46,14 +47,6 @@ MAX_RESULT_CHARACTERS = 2**18
 """Largest number of characters in all results of one turn."""
 _SHOWN_NAME = 80
 """Characters of an unknown tool's name that a message shows."""
-_JSON_TYPES = {
-    "str": "string",
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "list": "array",
-    "dict": "object",
-}
 
 
 class Toolbox:
@@ -121,6 +114,9 @@ def _encodable(text: str) -> str:
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
     try:
+        with suppress(Exception):
+            return inspect.signature(function, eval_str=True)
+        # Some annotations are no expressions, or have names that are imported for type checkers alone.
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise PluginError(f"The tool '{name}' has no readable signature: {error}. Wrap it in a function.") from error
@@ -140,10 +136,11 @@ def _schema(name: str, function: Callable[..., Any], signature: inspect.Signatur
     }
 
 
-def _schema_of(parameter: inspect.Parameter) -> dict[str, str]:
-    annotation = parameter.annotation
-    type_name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return {"type": _JSON_TYPES[type_name]} if type_name in _JSON_TYPES else {}
+def _schema_of(parameter: inspect.Parameter) -> dict[str, Any]:
+    """Return the schema of a parameter, or an empty one if its annotation has none."""
+    with suppress(Exception):
+        return TypeAdapter(parameter.annotation).json_schema()
+    return {}
 
 
 @dataclass(frozen=True)
@@ -243,25 +240,18 @@ class Tools:
         failed: list[int] = []
         response = ""
         while True:
-            why = "refused"
-            try:
-                chat.open_turn()
-                why = "context"
-                reply = await chat.reply(sampling)
-            except DataError as error:
-                # An error in the first turn is an error of the row. Later, the template refuses what the model wrote,
-                # or the context is full.
-                if isinstance(error, PrefixError) or not failed:
-                    raise
-                return _Ended(why, response, calls, failed)
+            reply = await chat.reply_if_possible(sampling)
+            if isinstance(reply, str):
+                return _Ended(reply, response, calls, failed)
             turn = self._turns.read(reply.text, tools, len(chat.messages))
             response = readable(reply, turn, self._tokenizer)
-            calls += turn.calls
             failed.append(0)
             if reply.result.finish_reason == "length":
                 return _Ended("length", response, calls, failed)
+            calls += turn.calls
             chat.restate(self._turns.message(reply.text, turn))
             if not turn.calls or len(failed) == self._config.max_turns:
+                failed[-1] = sum(bool(call.problem) for call in turn.calls)
                 return _Ended("max_turns" if turn.calls else "answer", response, calls, failed)
             left = MAX_RESULT_CHARACTERS
             for call in turn.calls:

@@ -6,12 +6,11 @@ counted.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from spurline.errors import ConfigError, listing
 from spurline_environments.configs import VllmFormatConfig
-from spurline_environments.grammars import ParsedTurn, Schemas, ToolCall
+from spurline_environments.grammars import ParsedTurn, Schemas, read_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,29 +34,18 @@ class VllmFormat:
         self._tokenizer = tokenizer
         self._request: Any = ChatCompletionRequest
         self._parser = _found(ToolParserManager.get_tool_parser, ToolParserManager, "parser", config.parser)
-        self._reasoning = (
-            None
-            if config.reasoning is None
-            else _found(
-                ReasoningParserManager.get_reasoning_parser, ReasoningParserManager, "reasoning", config.reasoning
-            )(tokenizer)
-        )
+        self._reasoning: Any = None
+        if config.reasoning is not None:
+            get = ReasoningParserManager.get_reasoning_parser
+            self._reasoning = _found(get, ReasoningParserManager, "reasoning", config.reasoning)(tokenizer)
 
     def parse(self, text: str, tools: Schemas = ()) -> ParsedTurn:
         # These classes belong to vLLM, and have no types where it is not installed.
         request: Any = self._request(model="", messages=[], tools=[*tools] or None)
         reasoning, rest = (None, text) if self._reasoning is None else self._reasoning.extract_reasoning(text, request)
         found = self._parser(self._tokenizer, request.tools).extract_tool_calls(rest or "", request)
-        calls = tuple(_call(call.function.name, call.function.arguments, call.id) for call in found.tool_calls)
+        calls = tuple(read_call(call.function.name, call.function.arguments, call.id) for call in found.tool_calls)
         return ParsedTurn(found.content or "", reasoning, calls)
-
-
-def _call(name: str, text: str, id: str) -> ToolCall:
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError as error:
-        return ToolCall(name, {}, f"the arguments of {name} are not valid JSON ({error}).")
-    return ToolCall(name, arguments if isinstance(arguments, dict) else {}, id=id)
 
 
 def _found(get: Any, manager: Any, key: str, name: str) -> Any:

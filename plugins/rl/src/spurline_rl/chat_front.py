@@ -151,6 +151,22 @@ class ChatFront:
         self._messages.append({"role": "assistant", "content": text})
         return Reply(text, result)
 
+    async def reply_if_possible(self, sampling: Sampling) -> Reply | str:
+        """Return the reply, `refused` if the template refuses earlier messages, or `context` if the context is full.
+
+        In the first turn, the last two are errors of the row, which are raised. A PrefixError always is.
+        """
+        assert self._policy is not None, "there is no policy to reply"
+        why = "refused"
+        try:
+            self.open_turn()
+            why = "context"
+            return await self.reply(sampling)
+        except DataError as error:
+            if isinstance(error, PrefixError) or not self._policy.turns:
+                raise
+            return why
+
     def restate(self, message: Mapping[str, Any]) -> None:
         """Replace the message of the turn that the model has just taken, for example to give its tool calls apart."""
         assert self._messages[-1]["role"] == "assistant", "the last message is not the model's"

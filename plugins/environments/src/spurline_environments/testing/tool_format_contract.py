@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from spurline_environments.grammars import Schemas, ToolCall
+from spurline_environments.grammars import ParsedTurn, Schemas, ToolCall
 from spurline_environments.tool_formats import ToolFormat
 from spurline_text.testing.inputs import tiny_tokenizer
 
@@ -36,7 +36,7 @@ class ToolFormatContract:
 
     def test_text_without_marks_is_the_content_unchanged(self, format: ToolFormat) -> None:
         for text in ("", " 42 \n", "é 四 🙂", "a < b > c & {x}", "[1, 2]", '{"answer": 42}'):
-            assert format.parse(text) == (type(format.parse(""))(text, None, ()))
+            assert format.parse(text) == ParsedTurn(text, None, ())
 
     def test_no_part_of_a_turn_is_an_error(self, format: ToolFormat) -> None:
         for text, tools, _ in self.turns():
