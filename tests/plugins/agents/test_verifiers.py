@@ -68,7 +68,7 @@ def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_samp
     assert decode(player.tokenizer, turn.response_ids.tolist()) == f"seven{player.tokenizer.eos_token}"
     assert "Be brief." in found[1].info["prompt"]
     assert "What is 6 + 1?" in found[1].info["prompt"]
-    assert found[1].info["metrics"] == {"verifiers/turns": 1.0}
+    assert found[1].info["metrics"] == {"tools/calls": 0, "turns/forked": 0, "verifiers/turns": 1.0}
 
 
 @pytest.mark.parametrize("taskset", ["number_game", f"{GAME}:ShortTasks"])
