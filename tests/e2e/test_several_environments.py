@@ -73,8 +73,9 @@ def test_a_curriculum_weighs_environments_that_datasets_name_and_held_out_scores
         of[label] = {"path": str(tmp_path / f"{label}.jsonl"), "constants": {"environment": label}}
     order = {"name": "success_mixture", "column": "environment", "shares": {"once": 0.5}}
     several_config["data"] = {"train": [*of.values()], "eval": [*of.values()], "max_length": 128, "order": order}
-    several_config |= {"plugins": ["curricula"], "steps": 3}
+    several_config |= {"plugins": ["curricula", "objectives"], "steps": 3}
     several_config["source"] |= {
+        "advantage": {**ADVANTAGE, "other": "turn_grpo"},
         "zero_variance": "keep",
         "held_out": {
             "samples_per_prompt": 2,
@@ -94,6 +95,8 @@ def test_a_curriculum_weighs_environments_that_datasets_name_and_held_out_scores
         assert scores[f"eval/{name}"] == pytest.approx((6 * once + 12 * twice) / 18)
         assert once > 0 == twice
     assert scores["eval/failed"] >= 3
+    # With turn_grpo, groups with equal returns teach too.
+    assert not [name for name in scores if name.endswith("zero_variance")]
     page = (run.run_dir / "report.html").read_text(encoding="utf-8")
     assert "Held-out pass@1 of environments over steps" in page
 

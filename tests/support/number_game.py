@@ -6,6 +6,10 @@ from number_tasks import NumberTasks
 __all__ = ["HigherEnv", "NumberTasks"]
 
 
+class ShortTasks(NumberTasks):
+    """A taskset that `__all__` does not name."""
+
+
 class HigherEnvConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
 

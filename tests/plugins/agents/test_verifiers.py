@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ pytest.importorskip("verifiers.v1")
 pytestmark = pytest.mark.processes
 
 TASKS = str(Path(__file__).parents[2] / "support" / "number_tasks.py")
+GAME = str(Path(TASKS).with_name("number_game.py"))
 ROW = {"prompt": "What is 6 + 1?", "answer": 7, "system_prompt": "Be brief."}
 
 
@@ -55,11 +58,12 @@ def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_samp
     assert decode(player.tokenizer, turn.response_ids.tolist()) == f"seven{player.tokenizer.eos_token}"
     assert "Be brief." in found[1].info["prompt"]
     assert "What is 6 + 1?" in found[1].info["prompt"]
-    assert found[1].info["metrics"] == {"verifiers/turns": 1.0, "tools/calls": 0, "turns/forked": 0}
+    assert found[1].info["metrics"] == {"tools/calls": 0, "turns/forked": 0, "verifiers/turns": 1.0}
 
 
-def test_an_environment_of_the_library_talks_over_several_turns_in_one_conversation() -> None:
-    player = Player("number_game", env={"player": {"max_turns": 3}})
+@pytest.mark.parametrize("taskset", ["number_game", f"{GAME}:ShortTasks"])
+def test_an_environment_of_the_library_talks_over_several_turns_in_one_conversation(taskset: str) -> None:
+    player = Player(taskset, env={"player": {"max_turns": 3}})
     found = in_loop(player.environment, player.play(ROW, "3", "9", "7"))
     assert [message["content"] for message in found.info["messages"][2:]] == ["3", "higher", "9", "lower", "7"]
     assert found.info["conversations"] == 1
@@ -87,6 +91,58 @@ def test_what_hangs_or_fails_costs_its_attempt() -> None:
     in_loop(player.environment, failing())
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_slow_start_is_made_once_and_what_is_cancelled_is_waited_for(goes_on: bool) -> None:
+    player, seen = Player(), list[str]()
+    library: Any = player.environment._env
+    serving = library.serving
+
+    @asynccontextmanager
+    async def slow_serving() -> AsyncIterator[None]:
+        try:
+            seen.append("start")
+            await asyncio.sleep(1.0)
+            async with serving():
+                yield
+        finally:
+            await asyncio.sleep(0.2)
+            seen.append("stop")
+
+    async def hanging_episode(*given: Any, **named: Any) -> None:
+        try:
+            await asyncio.sleep(30.0)
+        finally:
+            await asyncio.sleep(0.2)
+            seen.append("cleaned")
+
+    async def tried() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(player.play(ROW, "7"), 0.3)
+        if goes_on:
+            assert (await player.play(ROW, "7")).rewards["right"] == 2.0
+            library.run_episode = hanging_episode
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(player.play(ROW, "7"), 0.3)
+            assert seen == ["start", "cleaned"]
+
+    library.serving = slow_serving
+    in_loop(player.environment, tried())
+    assert seen == (["start", "cleaned", "stop"] if goes_on else ["start", "stop"])
+    player.environment._thread.join(timeout=10.0)
+    assert not player.environment._thread.is_alive()
+
+
+def test_an_episode_without_a_turn_costs_its_attempt() -> None:
+    player, trace = Player(), SimpleNamespace(agent=SimpleNamespace(trainable=True))
+
+    async def silent_episode(*given: Any, **named: Any) -> Any:
+        return SimpleNamespace(ok=True, traces=[trace])
+
+    player.environment._env.run_episode = silent_episode
+    with pytest.raises(AttemptFailedError, match="ended without an answer from the model"):
+        in_loop(player.environment, player.play(ROW))
+
+
 def test_the_dataset_has_the_tasks_that_the_environment_plays() -> None:
     from spurline_agents.verifiers import VerifiersRows
 
@@ -94,6 +150,8 @@ def test_the_dataset_has_the_tasks_that_the_environment_plays() -> None:
     rows = VerifiersRows(VerifiersRowsConfig(**settings, skip=1, limit=2), core_registry())
     assert [rows[number]["prompt"] for number in range(len(rows))] == ["What is 1 + 1?", "What is 2 + 1?"]
     assert rows.fingerprint() == VerifiersRows(VerifiersRowsConfig(**settings, skip=1, limit=2), None).fingerprint()  # type: ignore[arg-type]
+    other = VerifiersRows(VerifiersRowsConfig(taskset=f"{TASKS}:AddingTasks"), None)  # type: ignore[arg-type]
+    assert [row["prompt"] for row in map(other.__getitem__, range(len(other)))] == ["What is 2 + 3?"]
     player = Player()
     assert in_loop(player.environment, player.play(dict(rows[1]), "3")).rewards["right"] == 2.0
     with pytest.raises(ConfigError, match=r"taskset\.count: Input should be a valid integer"):

@@ -201,6 +201,57 @@ def test_a_second_ratio_to_the_engine_and_an_entropy_of_other_tokens_are_refused
         load_config({**config, "source": source, "loss": "ppo"})
 
 
+BY_ROW = {
+    "name": "by_row",
+    "environments": {"a": {"rewards": {"right": "exact_match"}}, "b": {"rewards": {"brief": "exact_match"}}},
+}
+
+
+def by_environment(advantage: Any, other: Any = "grpo") -> dict[str, Any]:
+    return {"advantage": {"name": "by_environment", "advantages": {"a": advantage}, "other": other}}
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ({"advantage": "gdpo", "zero_variance": "refill"}, "gdpo compares parts of returns, so these groups teach too"),
+        ({"advantage": "turn_grpo", "zero_variance": "refill"}, "turn_grpo compares parts of returns"),
+        ({**by_environment("gdpo"), "zero_variance": "refill"}, "by_environment compares parts of returns"),
+        ({"advantage": {"name": "gdpo", "weights": {"brief": 0.5}}}, None),
+        (
+            {"advantage": {"name": "gdpo", "weights": {"turns": 0.5, "rigth": 1}}},
+            "weights.rigth .*Did you mean 'right'",
+        ),
+        ({**by_environment("gdpo"), "reward_weights": {"brief": 0.5}}, None),
+        (
+            {**by_environment("gdpo"), "reward_weights": {"right": 0.5}},
+            r"source\.advantage\.advantages\.a\.name .*Set advantage\.advantages\.a\.weights\.right: 0\.5",
+        ),
+        (
+            {**by_environment("grpo", "gdpo"), "reward_weights": {"brief": 0.5}},
+            r"Set advantage\.other\.weights\.brief: 0\.5",
+        ),
+    ],
+)
+def test_weights_and_refills_are_checked_for_each_environment(
+    source: dict[str, Any], problem: str | None, tmp_path: Path
+) -> None:
+    config = {
+        "plugins": ["objectives", "environments"],
+        "model": {"path": "models/any", "init": "random"},
+        "data": {"train": "rows.jsonl"},
+        "steps": 1,
+        "run_dir": str(tmp_path),
+        "source": {"name": "rollouts", "environment": BY_ROW, **source},
+    }
+    if problem is None:
+        load_config(config)
+    else:
+        with pytest.raises(ConfigError, match=problem) as caught:
+            load_config(config)
+        assert len(caught.value.problems) == 1
+
+
 def test_the_components_are_registered() -> None:
     names = {entry.name for entry in PluginHost.load(["objectives"]).registry.entries()}
     assert {"dppo", "ppo_per_row", "ppo_entropy_target", "kpop", "gdpo", "turn_grpo"} <= names

@@ -18,7 +18,7 @@ from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.scoring import score
 from spurline_rl.testing import AdvantageContract
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import Group
+from spurline_rl.trajectory import Group, has_equal_returns
 
 EPS = 1e-6
 
@@ -91,6 +91,23 @@ def test_rewards_of_turns_are_one_more_term() -> None:
 def test_a_weight_of_a_term_that_does_not_exist_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(DataError, match=r"advantage\.weights\.rigth: .* Did you mean 'right'"):
         of_attempts([group_of("a", [[0.0]] * 2, right=[1.0, 0.0])], Gdpo(GdpoConfig(weights={"rigth": 1.0})))
+
+
+def test_a_weight_of_a_term_of_another_environment_has_no_effect() -> None:
+    group = group_of("a", [[0.0]] * 2, right=[1.0, 0.0])
+    labelled = [replace(each, info={"environment": "math"}) for each in group.trajectories]
+    group = replace(group, trajectories=tuple(labelled))
+    weighted, plain = (of_attempts([group], Gdpo(GdpoConfig(weights=each))) for each in ({"brief": 0.5}, {}))
+    np.testing.assert_array_equal(weighted, plain)
+
+
+@pytest.mark.parametrize("made", [Gdpo(GdpoConfig()), TurnGrpo(TurnGrpoConfig())])
+def test_groups_with_equal_returns_teach(made: Advantage) -> None:
+    """This is why `zero_variance: refill` is refused."""
+    terms = {"right": [0.0, 1.0, 2.0], "brief": [2.0, 1.5, 0.0], "formed": [0.0, -0.5, 0.0]}
+    group = group_of("a", [[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], **terms)
+    assert has_equal_returns(group)
+    assert np.abs(np.concatenate(of_attempts([group], made))).max() > 0.5
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])

@@ -69,7 +69,7 @@ def server() -> Iterator[Server]:
 
 def judge_of(server: Server, **settings: Any) -> Judge:
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    return Judge(JudgeConfig(url=url, model="m", **{"retries": 1, "rubric": RUBRIC, "scale": (0, 4), **settings}))
+    return Judge(JudgeConfig(**{"url": url, "model": "m", "retries": 1, "rubric": RUBRIC, "scale": (0, 4), **settings}))
 
 
 def answer_of(response: str) -> Answer:
@@ -88,13 +88,24 @@ def test_a_mark_is_its_share_of_the_scale_and_costs_are_told(server: Server) -> 
         schema = content["response_format"]["json_schema"]["schema"]
         assert schema["properties"]["score"] == {"type": "number", "minimum": 0, "maximum": 4}
     for answer in asked:
-        assert answer.metrics.pop("judge/seconds") > 0
-        assert answer.metrics == {"judge/cached": 0, "judge/prompt_tokens": 7, "judge/completion_tokens": 5}
+        assert answer.metrics.pop("scoring/mark/seconds") > 0
+        numbers = {"cached": 0, "prompt_tokens": 7, "completion_tokens": 5}
+        assert answer.metrics == {f"scoring/mark/{name}": value for name, value in numbers.items()}
+
+
+def test_equal_answers_at_the_same_time_are_one_request_and_two_judges_tell_their_own_costs(server: Server) -> None:
+    asked = [answer_of("12"), answer_of("12"), answer_of("12")]
+    judges = {"mark": judge_of(server), "brief": judge_of(server, rubric="Is {response} the answer?")}
+    assert asyncio.run(terms_of_all(judges, asked)) == [{"mark": 0.5, "brief": 0.5}] * 3
+    assert len(server.requests) == 2
+    for term in judges:
+        assert sum(answer.metrics[f"scoring/{term}/cached"] for answer in asked) == 2
 
 
 def test_a_request_is_asked_once_and_a_file_keeps_marks_for_other_runs(server: Server, tmp_path: Path) -> None:
-    for _ in range(2):
-        judge = judge_of(server, cache=str(tmp_path / "marks.sqlite"))
+    for host in ("127.0.0.1", "localhost"):
+        url = f"http://{host}:{server.server_address[1]}/v1"
+        judge = judge_of(server, url=url, cache=str(tmp_path / "marks.sqlite"))
         assert [judge.score(answer) for answer in [answer_of("12")] * 2] == [0.5, 0.5]
         judge.close()
     assert len(server.requests) == 1
@@ -115,9 +126,11 @@ def test_a_failed_request_is_repeated_and_a_strange_reply_fails_the_attempt(serv
         server.replies = [reply]
         with pytest.raises(AttemptFailedError, match=reason):
             judge_of(server).score(answer_of("1"))
-    server.replies = [500, 500]
-    with pytest.raises(AttemptFailedError, match="failed"):
-        judge_of(server).score(answer_of("1"))
+    # 400 is vLLM's answer to a text that is too long.
+    for replies in ([500, 500], [400]):
+        server.replies = [*replies]
+        with pytest.raises(AttemptFailedError, match="failed"):
+            judge_of(server).score(answer_of("1"))
     server.replies = [404]
     with pytest.raises(RunFailedError, match="refused a request"):
         judge_of(server).score(answer_of("1"))

@@ -19,16 +19,16 @@ from spurline_rl.configs import CutOffConfig, OverlongConfig, RolloutSourceConfi
 from spurline_rl.evaluation_configs import HeldOutConfig
 from spurline_rl.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig, Sampling
-from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.testing.environment_contract import Script, ScriptedEngine
 from spurline_rl.trajectory import Group, Trajectory
 
 PROMPTS: Any = [Prompt(0), Prompt(1)]
 
 
 def make_attempts(
-    behaviour: Behaviour = answer, *, held_out_data: Sequence[str] = (), **source: Any
+    behaviour: Behaviour = answer, script: Script = one_token, *, held_out_data: Sequence[str] = (), **source: Any
 ) -> tuple[Attempts, ScriptedEngine]:
-    engine = ScriptedEngine(one_token)
+    engine = ScriptedEngine(script)
     made = {"rollout_engine": engine, "environment": Scripted(behaviour)}
     registry = SimpleNamespace(create=lambda kind, config, **dependencies: made[kind])
     context: Any = SimpleNamespace(
@@ -75,28 +75,27 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
 
 
 async def cuts_every_second(task: Task, policy: PolicyHandle) -> Trajectory:
-    # The engine writes one token, and "length" is how a turn without room ends.
-    await policy.generate([1, 2], replace(policy.sampling, max_new_tokens=1))
-    trajectory = policy.finish({"right": 1.0})
-    if task.sample == 0:
-        return trajectory
-    return replace(trajectory, turns=(replace(trajectory.turns[0], finish_reason="length"),))
+    # The first sample asks for fewer tokens than the run allows.
+    limit = policy.sampling.max_new_tokens - (task.sample == 0)
+    assert (await policy.generate([1, 2], replace(policy.sampling, max_new_tokens=limit))).finish_reason == "length"
+    return policy.finish({"right": 1.0})
 
 
 @pytest.mark.parametrize(
     ("cut_off", "returns", "trained", "counted"),
     [
-        ("keep", [1.0, 1.0], [1, 1], [True, True]),
+        ("keep", [1.0, 1.0], [1, 2], [True, True]),
         ("mask", [1.0, 1.0], [1, 0], [True, True]),
         ({"action": "mask", "in_baseline": False}, [1.0, 1.0], [1, 0], [True, False]),
-        ("penalise", [1.0, 0.0], [1, 1], [True, True]),
-        ({"action": "penalise", "penalty": 0.25}, [1.0, 0.75], [1, 1], [True, True]),
+        ("penalise", [1.0, 0.0], [1, 2], [True, True]),
+        ({"action": "penalise", "penalty": 0.25}, [1.0, 0.75], [1, 2], [True, True]),
     ],
 )
 def test_what_becomes_of_attempts_that_were_cut_off(
     cut_off: Any, returns: list[float], trained: list[int], counted: list[bool]
 ) -> None:
-    attempts, _ = make_attempts(cuts_every_second, cut_off=cut_off)
+    sampling = SamplingConfig(max_new_tokens=2)
+    attempts, _ = make_attempts(cuts_every_second, lambda request: [5, 6, 7], cut_off=cut_off, sampling=sampling)
     outcomes: Any = run(attempts.training.run_groups(PROMPTS))
     for group in outcomes:
         assert group.returns.tolist() == returns

@@ -62,6 +62,14 @@ def test_a_token_of_unknown_support_has_no_loss_and_is_counted():
     assert support_metrics([Group("a", 0, (policy.finish({}),))]) == {"rollout/unknown_support": 0.25}
 
 
+def test_a_response_that_an_agent_keeps_short_is_whole_and_one_that_fills_the_context_is_cut_off():
+    policy = make_policy(ScriptedEngine(lambda request: [7] * 9, context=6), max_new_tokens=3)
+    for prompt, limit in (([1], 2), ([1], 3), ([1] * 5, 2)):
+        result = run(policy.generate(prompt, replace(policy.sampling, max_new_tokens=limit)))
+        assert result.finish_reason == "length"
+    assert [turn.finish_reason for turn in policy.turns] == ["stop", "length", "length"]
+
+
 def test_turns_hold_exactly_what_was_asked_and_written():
     policy, prompt = make_policy(ScriptedEngine(countdown)), [5, 6, 7]
     result = run(policy.generate(prompt))

@@ -106,11 +106,14 @@ def test_columns_without_a_critic_are_those_of_the_oracle(turns: str, kl: float)
     assert_rows(prepared, Oracle(TEMPERATURE, kl, 1, merged=turns == "merged", critic=False))
 
 
+@pytest.mark.parametrize("scope", ["batch", "minibatch"])
 @pytest.mark.parametrize(
     "advantage", [RlooConfig(), GAE, ReinforcePlusPlusConfig(), ReinforcePlusPlusConfig(baseline="batch")]
 )
-def test_attempts_that_do_not_count_are_compared_with_nothing_and_have_no_advantage(advantage: AdvantageConfig) -> None:
-    counts = {0: (True, False, True), 1: (False, True, False), 2: (False, False, False), 3: (True, True, True)}
+def test_attempts_that_do_not_count_are_compared_with_nothing_and_have_no_advantage(
+    advantage: AdvantageConfig, scope: str
+) -> None:
+    counts = {0: (False, False, False), 1: (True, False, True), 2: (False, True, False), 3: (True, True, True)}
     flagged, kept = [], []
     for group in make_groups(PROMPTS, SAMPLES):
         attempts = [replace(each, counts=counts[group.draw][each.sample]) for each in group.trajectories]
@@ -119,15 +122,18 @@ def test_attempts_that_do_not_count_are_compared_with_nothing_and_have_no_advant
         if len(counted) >= advantage.smallest_group:
             kept.append(replace(group, trajectories=counted))
     cut_off = {"action": "mask", "in_baseline": False}
-    found, _ = prepare(advantage, groups=flagged, cut_off=cut_off)
-    expected, _ = prepare(advantage, groups=kept)
+    found, _ = prepare(advantage, groups=flagged, cut_off=cut_off, advantage_scope=scope)
+    size = PROMPTS if scope == "batch" else PER_MINIBATCH
+    scopes = [[group for group in kept if group.draw // size == number] for number in range(PROMPTS // size)]
 
     def by_place(batch: TrainingBatch) -> dict[tuple[Any, ...], list[float]]:
         rows = batch.tokens["advantages"].numpy()
         names = zip(*(batch.segments[name].values.tolist() for name in ("uid", "sample", "turn")), strict=True)
         return {name: row[row != 0].tolist() for name, row in zip(names, rows, strict=True)}
 
-    wanted = by_place(expected)
+    wanted = {
+        place: values for groups in scopes for place, values in by_place(prepare(advantage, groups=groups)[0]).items()
+    }
     for name, values in by_place(found).items():
         assert values == wanted.get(name, []), name
 

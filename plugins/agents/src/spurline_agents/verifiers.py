@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from functools import cached_property
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from types import ModuleType
 from typing import Any, TypeVar
@@ -25,15 +26,16 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import ConfigError, DataError, PluginError
 from spurline.plugins.registry import Registry
+from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.configs import VerifiersConfig, VerifiersRowsConfig
-from spurline_agents.environment import result_of
+from spurline_agents.environment import answer_of, result_of
 from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import FORWARDED_KEY, HarnessServer
 from spurline_agents.sessions import LiveSession
+from spurline_concurrency.calls import end_tasks
 from spurline_environments.tool_formats import Turns
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
-from spurline_rl.protocols.reward import Answer
 from spurline_rl.scoring import checked_score
 from spurline_rl.trajectory import Trajectory
 
@@ -41,7 +43,6 @@ T = TypeVar("T")
 
 CHAT = "spurline_chat"
 """Id of the harness that is the default here: a chat with the taskset's tools, in this process."""
-_STOP_TIMEOUT_S = 30.0
 
 
 def _library() -> ModuleType:
@@ -63,11 +64,20 @@ def _taskset_settings(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     """Return the library's settings of a taskset. A class that a path names gets an id in the library."""
     if ":" not in path:
         return {"id": path, **arguments}
-    module = sys.modules[load_function(path, "taskset").__module__]
-    name = "spurline_" + "".join(letter if letter.isalnum() else "_" for letter in module.__name__.lower())
-    if not hasattr(module, "__all__"):
-        vars(module)["__all__"] = [path.rpartition(":")[2]]
-    sys.modules[f"verifiers.v1.tasksets.{name}"] = module
+    library, taskset = _library(), load_function(path, "taskset")
+    module = sys.modules[taskset.__module__]
+    exported = {name: getattr(module, name, None) for name in getattr(module, "__all__", ())}
+    # An id belongs to a module, and the library takes the only taskset that the module exports.
+    name = f"{taskset.__name__.lower()}_{xxhash.xxh3_64_hexdigest(path.encode())}"
+    known = ModuleType(f"verifiers.v1.tasksets.{name}")
+    known.__spec__ = ModuleSpec(known.__name__, None)
+    parts = {taskset.__name__: taskset} | {
+        name: each
+        for name, each in exported.items()
+        if isinstance(each, type) and issubclass(each, (library.Env, library.Harness))
+    }
+    vars(known).update(parts, __all__=[*parts])
+    sys.modules[known.__name__] = known
     return {"id": name, **arguments}
 
 
@@ -137,12 +147,11 @@ class VerifiersEnvironment:
         self._env = _built(f"the taskset {config.taskset}", self._make)
         self._turns = Turns(config.tool_format, registry, tokenizer)
         self.notes = self._turns.notes
-        self._starting = asyncio.Lock()
         self._server: HarnessServer | None = None
+        self._starting: asyncio.Task[HarnessServer] | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
-        self._stopping = asyncio.Event()
-        self._serving: Any = None
 
     def _make(self) -> Any:
         """Build the library's environment. An agent without a harness gets ours, which runs in this process."""
@@ -189,39 +198,58 @@ class VerifiersEnvironment:
         return self._trajectory(task, live, episode)
 
     async def close(self) -> None:
-        """Stop the library's servers and the endpoint."""
+        """Stop the library's servers and the endpoint, also while they start."""
+        started = [task for task in (self._starting, self._serving) if task is not None]
         server, self._server = self._server, None
-        if server is None:
-            return
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        await asyncio.wait([asyncio.wrap_future(self._serving)], timeout=_STOP_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await server.stop()
+        try:
+            await end_tasks(started, "verifiers", CANCEL_TIMEOUT_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if server is not None:
+                await server.stop()
 
     async def _started(self) -> HarnessServer:
-        async with self._starting:
-            if self._server is None:
-                server = HarnessServer(self._config, self._tokenizer, self._turns)
-                await server.start()
-                self._thread.start()
-                started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                loop = asyncio.get_running_loop()
+        """Return the endpoint. Its start goes on if the attempt that began it is cancelled."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
 
-                async def serve() -> None:
-                    async with self._env.serving():
-                        loop.call_soon_threadsafe(started.set_result, None)
-                        await self._stopping.wait()
+    async def _start(self) -> HarnessServer:
+        server = HarnessServer(self._config, self._tokenizer, self._turns)
+        await server.start()
+        self._server = server
+        self._thread.start()
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = loop.create_future()
 
-                self._serving = asyncio.run_coroutine_threadsafe(serve(), self._loop)
-                serving = asyncio.wrap_future(self._serving)
-                await asyncio.wait([started, serving], return_when=asyncio.FIRST_COMPLETED)
-                if serving.done():
-                    raise PluginError(f"the servers of verifiers did not start: {serving.exception()}")
-                self._server = server
-        return self._server
+        async def serve() -> None:
+            async with self._env.serving():
+                loop.call_soon_threadsafe(started.set_result, None)
+                await asyncio.Event().wait()
+
+        self._serving = asyncio.create_task(self._in_loop(serve()))
+        await asyncio.wait([started, self._serving], return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            raise PluginError(f"the servers of verifiers did not start: {self._serving.exception()}")
+        return server
 
     async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """Return the result of work on the library's loop. If this is cancelled, cancel the work and wait for it."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: loop.call_soon_threadsafe(ended.set))
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await ended.wait()
+            raise
+        return tasks[0].result()
 
     def _task(self, task: Task) -> Any:
         """Make the library's task of a row. Raises DataError if the row does not have its fields."""
@@ -238,31 +266,17 @@ class VerifiersEnvironment:
             reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
             raise AttemptFailedError(f"{live.where}: verifiers: {reasons or 'the episode has failed'}")
         traces = [trace for trace in episode.traces if trace.agent.trainable]
-        turns = live.policy.turns
-        if len(traces) != 1 or not turns:
+        if len(traces) != 1:
             raise PluginError(
-                f"{live.where}: an episode of {self._config.taskset} has {len(traces)} trained agents and {len(turns)} "
-                "turns. One agent can be trained. Give the others a model of their own (env.NAME.client)."
+                f"{live.where}: an episode of {self._config.taskset} has {len(traces)} trained agents. One agent can "
+                "be trained. Give the others a model of their own (env.NAME.client)."
             )
         [trace] = traces
-        prompt = str(self._tokenizer.decode(turns[0].prompt_ids.tolist(), skip_special_tokens=False))
-        response = str(self._tokenizer.decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))
-        messages = list(live.last_chat.messages) if live.last_chat is not None else []
-        answer = Answer(prompt, response, None, task.row, messages)
+        answer, info = answer_of(live, self._tokenizer, task.row)
         if not trace.rewards:
             raise AttemptFailedError(f"{live.where}: the taskset {self._config.taskset} has given no reward.")
         values = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         terms = {name: checked_score(name, value, answer) for name, value in values.items()}
-        info = {
-            "prompt": prompt,
-            "response": response,
-            "messages": messages,
-            "turns": len(turns),
-            "conversations": live.num_conversations,
-            "ended": trace.stop_condition,
-            "metrics": {
-                **live.counts(),
-                **{f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None},
-            },
-        }
+        metrics = {f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None}
+        info |= {"ended": trace.stop_condition, "metrics": {**live.counts(), **metrics}}
         return live.policy.finish(terms, info=info)

@@ -220,8 +220,13 @@ class ByEnvironmentConfig(AdvantageConfig):
         return any(part.divides_by_spread for part in self._all)
 
     @property
-    def weighs_terms(self) -> bool:
-        return any(part.weighs_terms for part in self._all)
+    def compares_returns(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(part.compares_returns for part in self._all)
+
+    def part(self, label: str) -> tuple[str, AdvantageConfig]:
+        if label in self.advantages:
+            return f"advantage.advantages.{label}", self.advantages[label]
+        return "advantage.other", self.other
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         environments = terms_by_environment(run.source)

@@ -44,7 +44,9 @@ class Gdpo:
 
     def _sum(self, group: Group, returns: Returns) -> Returns:
         names = dict.fromkeys(name for attempt in group.trajectories for name in attempt.rewards)
-        for name in sorted(self._config.weights.keys() - {*names, TURNS}):
+        # In a run with several environments, it may be a term of another one.
+        unknown = () if group.environment else self._config.weights.keys() - {*names, TURNS}
+        for name in sorted(unknown):
             raise DataError(
                 f"advantage.weights.{name}: prompt '{group.uid}' has no such reward term.{suggestion(name, names)} "
                 f"Terms: {listing(names)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline_rl.advantages.configs import GroupAdvantageConfig, GrpoConfig
+from spurline_rl.configs import PromptSourceConfig
+from spurline_rl.evaluation_configs import unknown_term
 from spurline_rl.losses.configs import PolicyLossConfig, PpoConfig
 from spurline_rl.protocols.correction import CorrectionConfig
 
@@ -105,6 +107,8 @@ TURNS = "turns"
 class GdpoConfig(GroupAdvantageConfig):
     """The sum of reward terms, each normalised over the prompt's samples (GDPO, Liu et al. 2026, arXiv:2601.05242)."""
 
+    compares_returns: ClassVar[bool] = False
+
     name: str = "gdpo"
     weights: Annotated[dict[str, float], OnResume.BY_NAME] = {}
     """Weight of each normalised term; the default is 1. `turns` is that of rewards of single turns. They take the place
@@ -122,9 +126,18 @@ class GdpoConfig(GroupAdvantageConfig):
     def weighs_terms(self) -> bool:
         return True
 
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        source = run.source
+        if isinstance(source, PromptSourceConfig) and source.environment.reward_terms is not None:
+            terms = {*source.environment.reward_terms, *source.added_terms, TURNS}
+            for name in sorted(self.weights.keys() - terms):
+                yield Problem(f"weights.{name}", unknown_term(name, terms))
+
 
 class TurnGrpoConfig(GrpoConfig):
     """The return from a turn on, compared with the same turn of other samples (Zeng et al. 2025, arXiv:2505.11821)."""
+
+    compares_returns: ClassVar[bool] = False
 
     name: str = "turn_grpo"
     gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)

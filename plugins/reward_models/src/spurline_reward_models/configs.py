@@ -149,7 +149,7 @@ class JudgeConfig(RewardConfig):
     """The mark of a served language model, by a rubric; as a share of the scale, from 0 to 1."""
 
     name: str = "judge"
-    url: str
+    url: Annotated[str, OnResume.FREE]
     """Base URL of an OpenAI-compatible server, such as `http://localhost:8000/v1`."""
     model: str
     """Name under which the server knows the judge."""

@@ -13,13 +13,15 @@ import sqlite3
 import threading
 import time
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from spurline.errors import ConfigError, DataError, PluginError, RunFailedError, listing, suggestion
 from spurline_reward_models.configs import JudgeConfig
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 
-_REFUSALS = (400, 401, 403, 404, 422)
+_REFUSALS = (401, 403, 404)
+"""Statuses of a server that would refuse every request. With others, another answer may get a mark."""
 _SHOWN_CHARACTERS = 200
 
 
@@ -48,6 +50,8 @@ class Judge:
         )
         self._places = threading.BoundedSemaphore(config.max_concurrent)
         self._lock = threading.Lock()
+        self._asking: WeakValueDictionary[bytes, threading.Lock] = WeakValueDictionary()
+        """A lock for each request that is under way, so that an equal one waits for its mark."""
         # Several threads use the connection, one at a time.
         self._marks = sqlite3.connect(config.cache or ":memory:", check_same_thread=False, isolation_level=None)
         self._marks.execute("CREATE TABLE IF NOT EXISTS marks (request BLOB PRIMARY KEY, score REAL NOT NULL)")
@@ -55,28 +59,31 @@ class Judge:
     def score(self, answer: Answer) -> float:
         """Return the mark, from 0 to 1.
 
-        `answer.metrics` gets `judge/seconds`, `judge/cached` (1 if the mark was known), and for a new request
-        `judge/prompt_tokens` and `judge/completion_tokens`.
+        `answer.metrics` gets `cached` (1 if the mark was known), and for a new request `seconds`, `prompt_tokens` and
+        `completion_tokens`.
 
         Raises:
             AttemptFailedError: If the judge does not reply, or its reply has no mark on the scale.
             DataError: If the rubric names a column that the row lacks.
-            RunFailedError: If the server refuses the request.
+            RunFailedError: If the server refuses the key or the model.
         """
         request = self._request(answer)
-        name = hashlib.blake2b(json.dumps([self._config.url, request], sort_keys=True).encode(), digest_size=16)
-        begin = time.perf_counter()
+        key = hashlib.blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).digest()
         with self._lock:
-            known = self._marks.execute("SELECT score FROM marks WHERE request = ?", [name.digest()]).fetchone()
-        answer.metrics["judge/cached"] = float(known is not None)
-        if known is not None:
-            return float(known[0])
-        with self._places:
-            score = self._ask(request, answer)
-        answer.metrics["judge/seconds"] = time.perf_counter() - begin
-        with self._lock:
-            self._marks.execute("INSERT OR REPLACE INTO marks VALUES (?, ?)", [name.digest(), score])
-        return score
+            asking = self._asking.setdefault(key, threading.Lock())
+        with asking:
+            with self._lock:
+                known = self._marks.execute("SELECT score FROM marks WHERE request = ?", [key]).fetchone()
+            answer.metrics["cached"] = float(known is not None)
+            if known is not None:
+                return float(known[0])
+            begin = time.perf_counter()
+            with self._places:
+                score = self._ask(request, answer)
+            answer.metrics["seconds"] = time.perf_counter() - begin
+            with self._lock:
+                self._marks.execute("INSERT OR REPLACE INTO marks VALUES (?, ?)", [key, score])
+            return score
 
     def close(self) -> None:
         self._client.close()
@@ -132,8 +139,8 @@ class Judge:
                 f"{error}"
             ) from error
         if reply.usage is not None:
-            answer.metrics["judge/prompt_tokens"] = float(reply.usage.prompt_tokens)
-            answer.metrics["judge/completion_tokens"] = float(reply.usage.completion_tokens)
+            answer.metrics["prompt_tokens"] = float(reply.usage.prompt_tokens)
+            answer.metrics["completion_tokens"] = float(reply.usage.completion_tokens)
         text = str(reply.choices[0].message.content or "")
         try:
             score = float(cast("dict[str, Any]", json.loads(text))["score"])

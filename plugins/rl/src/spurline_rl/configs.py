@@ -15,7 +15,7 @@ from spurline.errors import Problem, listing
 from spurline.protocols.source import SourceConfig, SourceFacts
 from spurline_models.backend_config import ColocatedEngine, LargestUpdate
 from spurline_rl.environments.configs import as_environment
-from spurline_rl.evaluation_configs import HeldOutConfig, unknown_term
+from spurline_rl.evaluation_configs import HeldOutConfig, terms_by_environment, unknown_term
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.correction import CorrectionConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
@@ -70,7 +70,8 @@ class OverlongConfig(Section):
 
 
 class CutOffConfig(Section):
-    """The treatment of attempts whose last response reached max_new_tokens. They may be right and only too long."""
+    """The treatment of attempts whose last response reached max_new_tokens, or filled the context. They may be right
+    and only too long. A lower limit that an agent sets itself does not cut off."""
 
     action: Literal["keep", "mask", "penalise"] = "keep"
     """`keep` trains on them like on others. `mask` leaves out their tokens (overlong filtering of DAPO, Yu et al. 2025,
@@ -204,11 +205,11 @@ class PromptSourceConfig(SourceConfig):
                     f"adds {listing(twice)}, which the batch already has. Give the scorer another role, or remove it.",
                 )
             taken.update(scorer.columns)
-        if self.zero_variance == "refill" and not self.learns_from_rewards(run):
+        if self.zero_variance == "refill" and (why := self.equal_returns_teach(run)):
             yield Problem(
                 "zero_variance",
-                "is refill, which leaves out groups whose rewards are all equal. Here a teacher gives the advantages, "
-                "so these groups teach too. Set zero_variance: keep.",
+                f"is refill, which leaves out groups whose rewards are all equal. Here {why}, so these groups teach "
+                "too. Set zero_variance: keep.",
             )
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
@@ -290,12 +291,17 @@ class PromptSourceConfig(SourceConfig):
                 "loss.kl.coefficient, or choose grpo with normalize_std: false, dr_grpo, rloo or gae.",
             )
         weights = self.reward_weights | {name: weight for name, weight in self.added_terms.items() if weight != 1}
-        for name, weight in weights.items() if advantage.weighs_terms else ():
-            yield Problem(
-                "advantage.name",
-                f"is {advantage.name}, which weighs reward terms itself, so the weight {weight:g} of '{name}' would be "
-                f"lost. Set advantage.weights.{name}: {weight:g}, and leave it at 1 in the source.",
-            )
+        terms = terms_by_environment(self)
+        for name, weight in weights.items():
+            having = [label for label, known in terms.items() if known is None or name in (*known, *self.added_terms)]
+            # Several environments may share an advantage.
+            for setting, part in dict(map(advantage.part, having)).items():
+                if part.weighs_terms:
+                    yield Problem(
+                        f"{setting}.name",
+                        f"is {part.name}, which weighs reward terms itself, so the weight {weight:g} of '{name}' would "
+                        f"be lost. Set {setting}.weights.{name}: {weight:g}, and leave it at 1 in the source.",
+                    )
         if advantage.uses_critic and run.loss.learns_from_teacher:
             yield Problem(
                 "advantage.name",
@@ -377,9 +383,11 @@ class PromptSourceConfig(SourceConfig):
             replays_experts=self.router_replay,
         )
 
-    def learns_from_rewards(self, run: RunConfig) -> bool:
-        """Return false if a teacher says what to learn, so that groups with equal rewards teach too."""
-        return self.advantage.learns_from_rewards and not run.loss.learns_from_teacher
+    def equal_returns_teach(self, run: RunConfig) -> str | None:
+        """Return why groups with equal returns teach like others, or None if they do not."""
+        if run.loss.learns_from_teacher or not self.advantage.learns_from_rewards:
+            return "a teacher gives the advantages"
+        return None if self.advantage.compares_returns else f"{self.advantage.name} compares parts of returns"
 
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
         """Return the largest number of tokens that an attempt can have."""

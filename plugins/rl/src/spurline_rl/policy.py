@@ -83,6 +83,8 @@ class EnginePolicy:
         )
         result = await self.engine.generate(request)
         length, support = len(result.token_ids), result.support
+        limit = request.sampling.max_new_tokens
+        own_limit = result.finish_reason == "length" and length == limit < self.sampling.max_new_tokens
         assert len(result.logprobs) == len(result.versions) == length, (
             f"the arrays of the engine's answer to {request.name} differ in length"
         )
@@ -95,7 +97,8 @@ class EnginePolicy:
             versions=result.versions,
             support=support,
             routed_experts=result.routed_experts,
-            finish_reason=result.finish_reason,
+            # Who asks for a shorter response gets a whole one: it is not cut off.
+            finish_reason="stop" if own_limit else result.finish_reason,
             engines=result.engines,
         )
         return result

@@ -295,22 +295,22 @@ class Preparation:
             return {"advantages": np.zeros(int(scored.attempt_tokens.sum()), np.float32)}
         size = len(scored.groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses advantage_scope: minibatch if the size is not known"
+        found = [self._advantages_together(scope) for scope in scored.cut(max(1, size))]
+        return {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
+
+    def _advantages_together(self, scored: ScoredGroups) -> Mapping[str, NDArray[np.float32]]:
+        """Return the columns of the groups of one scope."""
         tokens = None
         if self._config.cut_off.leaves_baseline:
             scored, tokens = scored.counted(self._config.advantage.smallest_group)
-        found: list[Mapping[str, NDArray[np.float32]]] = []
-        for scope in scored.cut(max(1, size)):
-            columns, wanted = self._advantage.advantages(scope), int(scope.attempt_tokens.sum())
-            shapes = {name: np.shape(values) for name, values in columns.items()}
-            if not {"advantages"} <= shapes.keys() <= {"advantages", "returns"} or {*shapes.values()} != {(wanted,)}:
-                raise PluginError(
-                    f"{type(self._advantage).__name__}.advantages returned {shapes}. Return a mapping with "
-                    f"`advantages`, and `returns` for a critic, each with a number for each of the {wanted} response "
-                    "tokens."
-                )
-            found.append(columns)
-        whole = {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
-        return whole if tokens is None else {name: _placed(values, tokens) for name, values in whole.items()}
+        columns, wanted = self._advantage.advantages(scored), int(scored.attempt_tokens.sum())
+        shapes = {name: np.shape(values) for name, values in columns.items()}
+        if not {"advantages"} <= shapes.keys() <= {"advantages", "returns"} or {*shapes.values()} != {(wanted,)}:
+            raise PluginError(
+                f"{type(self._advantage).__name__}.advantages returned {shapes}. Return a mapping with `advantages`, "
+                f"and `returns` for a critic, each with a number for each of the {wanted} response tokens."
+            )
+        return columns if tokens is None else {name: _placed(values, tokens) for name, values in columns.items()}
 
 
 def _placed(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:

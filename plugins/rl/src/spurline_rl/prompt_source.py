@@ -307,9 +307,9 @@ class PromptSource(BatchSource):
             **environment_metrics(every),
             **metrics_by_environment(every, collected.groups, [lost.environment for lost in collected.given_up]),
         }
-        if not self._settings.learns_from_rewards(self._context.config):
+        if self._settings.equal_returns_teach(self._context.config):
             # A report would advise to change the task, but these groups teach too.
-            metrics.pop("groups/zero_variance")
+            metrics = {name: value for name, value in metrics.items() if not name.endswith("/zero_variance")}
         columns = self._preparation.turn_columns(batch, collected.groups)
         if self._kept.is_on:
             self._keep(step, collected, batch, columns)

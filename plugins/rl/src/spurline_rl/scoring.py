@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,11 +138,12 @@ async def _awaited(function: Callable[..., Any], argument: Any) -> Any:
 
 
 async def _call(name: str, reward: Reward, answer: Answer) -> float:
+    judged = replace(answer, metrics={})
     try:
         if isinstance(reward, ScoresMany):
-            value = await _score_together(reward, answer)
+            value = await _score_together(reward, judged)
         else:
-            value = await _awaited(reward.score, answer)
+            value = await _awaited(reward.score, judged)
     except AttemptFailedError as error:
         raise AttemptFailedError(f"Reward '{name}' on {_place(answer)}: {error}") from error
     except RunFailedError as error:
@@ -150,6 +152,7 @@ async def _call(name: str, reward: Reward, answer: Answer) -> float:
         raise
     except Exception as error:
         raise AttemptFailedError(f"Reward '{name}' failed on {_place(answer)}: {located(error)}") from error
+    answer.metrics.update({f"scoring/{name}/{number}": found for number, found in judged.metrics.items()})
     return checked_score(name, value, answer)
 
 

@@ -41,6 +41,7 @@ class Turn:
         versions: int32 [A], the version of the weights that wrote each token, or None.
         loss_mask: uint8 [A], 0 for response tokens that are not trained on.
         rewards: float32 [A] or None.
+        finish_reason: That of `GenerationResult`, but `stop` if a lower limit ended the response than that of the run.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.
         engines: Names of the engines that generated the tokens, in order; empty if they are unknown.
         support: int32 [A, K], ids of the tokens among which each token was sampled, padded with -1, or None.

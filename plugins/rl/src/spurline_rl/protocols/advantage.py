@@ -56,6 +56,13 @@ class AdvantageConfig(ComponentConfig):
     learns_from_rewards: ClassVar[bool] = True
     """If false, the advantages come from elsewhere, such as a teacher. Groups whose rewards are all equal then teach as
     much as others."""
+    compares_returns: ClassVar[bool] = True
+    """If false, the algorithm compares parts of returns, such as terms or turns. Groups whose returns are all equal
+    then teach too."""
+
+    def part(self, label: str) -> tuple[str, AdvantageConfig]:
+        """Return the name of the setting with the advantage of the environment `label`, and this advantage."""
+        return "advantage", self
 
     @property
     def reads_rewards(self) -> bool:

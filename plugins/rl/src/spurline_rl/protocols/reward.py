@@ -51,7 +51,8 @@ class Answer:
         reference: The expected text, if the data has one.
         row: The dataset row.
         messages: The whole conversation with the model's turns, if the environment has one.
-        metrics: A reward may add numbers here, such as its cost. They are logged as means over a step's attempts.
+        metrics: A reward may add numbers here, such as its cost. The number NAME of the reward TERM is logged as
+            `scoring/TERM/NAME`, its mean over a step's attempts.
     """
 
     prompt: str
