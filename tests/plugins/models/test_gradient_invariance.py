@@ -8,11 +8,13 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 from backend_batches import Sample, excite, lay_out, local_backend, make_samples, write_model_folder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import TrainingBatch, segment_numbers
 from spurline.protocols.loss import Loss, Objective
 from spurline_distillation.configs import DistillationConfig
 from spurline_distillation.loss import Distillation
@@ -116,3 +118,31 @@ def test_any_layout_and_split_gives_the_same_loss_sums_and_logprobs(
     weights = real.tokens["loss_weights"]
     assert float(-(logprobs.double() * weights).sum()) == pytest.approx(expected.loss, rel=1e-6)
     assert bool((logprobs[weights == 0] == 0).all())
+
+
+@settings(max_examples=15, database=None)
+@given(case=samples_and_layout(), split=microbatch_settings, loss=st.sampled_from(sorted(LOSSES)))
+@example(case=interleaved_units(), split={"rows_per_microbatch": 100}, loss="cross_entropy")
+def test_reproducible_sums_give_the_same_bits_for_any_layout_and_split(
+    case: tuple[list[Sample], TrainingBatch], split: dict[str, Any], loss: str
+) -> None:
+    samples, batch = case
+    objective = Objective(LOSSES[loss], normalizer=7.5)
+    # Logits are recomputed for the last bits of a chunk, so both backends need chunks of one size.
+    chunk = {"logits_chunk_tokens": split.get("logits_chunk_tokens", 3)}
+    one, other = (backend("fp32", sums="reproducible", **(chunk | each)) for each in ({}, split))
+    expected, got = dict(one.gradients(lay_out(samples), objective)), dict(other.gradients(batch, objective))
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    fast = backend("fp32").gradients(lay_out(samples), objective)
+    assert_gradients_close(fast, expected, TOLERANCES["fp32"], cancels_below=1e-3)
+    assert other.evaluate(batch, objective) == one.evaluate(lay_out(samples), objective)
+    logprobs, wanted = other.logprobs(batch), one.logprobs(lay_out(samples))
+    assert by_segment(batch, logprobs) == by_segment(lay_out(samples), wanted)
+
+
+def by_segment(batch: TrainingBatch, values: Tensor) -> list[list[float]]:
+    """Return the values of the tokens of each segment, in an order that does not depend on the layout."""
+    real = batch.without_padding_rows()
+    numbers = segment_numbers(real)[real.tokens["segment_ids"] > 0]
+    found = values[real.tokens["segment_ids"] > 0]
+    return sorted(found[numbers == number].tolist() for number in numbers.unique())

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -127,6 +129,11 @@ def logprob_table(found: Sequence[tuple[Tensor, Tensor]], batch: TrainingBatch) 
     return result.view(batch.num_rows, batch.length)
 
 
+Number = float | Fraction
+"""A sum. Finite sums are fractions, which are exact, so the order of micro-batches and ranks does not matter."""
+
+N = TypeVar("N", float, Number)
+
 _EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minimum)}
 """Functions that join two values of a metric whose name ends with `/max` or `/min`, for tensors and for numbers."""
 
@@ -147,19 +154,19 @@ class SumsPart:
         expert_loads: This rank's tokens at each expert, by layer. `load_metrics` joins the loads of all ranks.
     """
 
-    loss: float = 0.0
-    weight: float = 0.0
+    loss: Number = 0
+    weight: Number = 0
     tokens: int = 0
     broken_rows: tuple[int, ...] = ()
-    sums: Mapping[str, float] = field(default_factory=dict[str, float])
+    sums: Mapping[str, Number] = field(default_factory=dict[str, Number])
     extremes: Mapping[str, float] = field(default_factory=dict[str, float])
-    metric_weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    balance: float | None = None
+    metric_weights: Mapping[str, Number] = field(default_factory=dict[str, Number])
+    balance: Number | None = None
     expert_loads: Loads = field(default_factory=dict[int, NDArray[np.int64]])
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
-        """Add up the sums of all ranks, in the order of the ranks, since rounding depends on it."""
+        """Add up the sums of all ranks."""
         parts = list(parts)
         extremes: dict[str, float] = {}
         for part in parts:
@@ -181,36 +188,37 @@ class SumsPart:
     def metrics(self) -> dict[str, float]:
         """Return the loss's own metrics: weighted means, and extremes. A metric whose weights sum to 0 is left out."""
         weights = {name: self.metric_weights.get(name, self.weight) for name in self.sums}
-        means = {name: value / weights[name] for name, value in self.sums.items() if weights[name] != 0}
+        means = {name: float(value / weights[name]) for name, value in self.sums.items() if weights[name] != 0}
         return {**means, **{name: value for name, value in self.extremes.items() if self.metric_weights.get(name) != 0}}
 
     def balance_metrics(self, num_sequences: int) -> dict[str, float]:
         """Return `moe/aux_loss`, the mean balance loss of sequences, or {} without a balance loss."""
-        return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
+        return {} if self.balance is None else {"moe/aux_loss": float(self.balance / num_sequences)}
 
     def as_loss_sums(self) -> LossSums:
-        return LossSums(self.loss, self.weight, self.tokens, self.sums, self.metric_weights)
+        sums, weights = ({name: float(value) for name, value in of.items()} for of in (self.sums, self.metric_weights))
+        return LossSums(float(self.loss), float(self.weight), self.tokens, sums, weights)
 
 
-def total_by_name(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def total_by_name(sums: Iterable[Mapping[str, N]]) -> dict[str, N]:
     """Add up values of the same name, in the order given."""
-    totals: dict[str, float] = {}
+    totals: dict[str, N] = {}
     for each in sums:
         for name, value in each.items():
-            totals[name] = totals.get(name, 0.0) + value
+            totals[name] = totals[name] + value if name in totals else value
     return totals
 
 
 class StepSums:
-    """Weighted sums over micro-batches. They stay on the device until `fetch`."""
+    """Weighted sums over micro-batches. The values of each micro-batch stay on the device until `fetch`."""
 
     def __init__(self, expert_loads: ExpertLoads | None = None) -> None:
         self._expert_loads = expert_loads or ExpertLoads()
         self._tokens = 0
-        self._losses_by_rows: list[tuple[Rows, Tensor]] = []
-        self._totals: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._metric_weights: dict[str, Tensor] = {}
+        self._rows: list[Rows] = []
+        self._totals: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, list[Tensor]] = {}
+        self._metric_weights: dict[str, list[Tensor]] = {}
         self._extremes: dict[str, Tensor] = {}
 
     def add(self, rows: Rows, stream: TokenStream, inputs: TokenLossInputs, objective: Objective) -> Tensor:
@@ -224,9 +232,9 @@ class StepSums:
                 self._add_metric(name, values, stream.weights)
         total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
         self._tokens += stream.num_loss_tokens
-        self._losses_by_rows.append((rows, total.detach()))
+        self._rows.append(rows)
         _add(self._totals, "loss", total.detach())
-        _add(self._totals, "weight", stream.weights.sum())
+        _add(self._totals, "weight", stream.weights.double().sum())
         return total
 
     def add_balance(self, balance: Tensor) -> Tensor:
@@ -251,29 +259,35 @@ class StepSums:
 
     def fetch(self, *others: Tensor) -> tuple[SumsPart, list[float]]:
         """Return all sums, and the values of other scalar tensors, with one transfer to the host."""
-        groups = (self._totals, self._sums, self._metric_weights, self._extremes)
-        scalars = [value for group in groups for value in group.values()]
-        scalars += [total.double() for _, total in self._losses_by_rows] + [other.double() for other in others]
-        values = iter(torch.stack(scalars).tolist() if scalars else [])
-        totals, sums, metric_weights, extremes = [{name: next(values) for name in group} for group in groups]
-        broken = [rows for rows, _ in self._losses_by_rows if not math.isfinite(next(values))]
+        summed = (self._totals, self._sums, self._metric_weights)
+        scalars = [value for group in summed for values in group.values() for value in values]
+        scalars += [*self._extremes.values(), *(other.double() for other in others)]
+        fetched = iter(torch.stack(scalars).tolist() if scalars else [])
+        values = [{name: [next(fetched) for _ in each] for name, each in group.items()} for group in summed]
+        totals, sums, metric_weights = ({name: _total(each) for name, each in group.items()} for group in values)
+        losses = values[0].get("loss", [])
+        broken = [rows for rows, loss in zip(self._rows, losses, strict=True) if not math.isfinite(loss)]
         part = SumsPart(
-            loss=totals.get("loss", 0.0),
-            weight=totals.get("weight", 0.0),
+            loss=totals.get("loss", 0),
+            weight=totals.get("weight", 0),
             tokens=self._tokens,
             broken_rows=tuple(row for rows in broken for row in rows.tolist()),
             sums=sums,
             metric_weights=metric_weights,
-            extremes=extremes,
+            extremes={name: next(fetched) for name in self._extremes},
             balance=totals.get("balance"),
             expert_loads=self._expert_loads.fetch(),
         )
-        return part, list(values)
+        return part, list(fetched)
 
 
-def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    # In float64, the division into micro-batches hardly changes a sum.
-    sums[name] = sums[name] + value.double() if name in sums else value.double()
+def _add(sums: dict[str, list[Tensor]], name: str, value: Tensor) -> None:
+    sums.setdefault(name, []).append(value.double())
+
+
+def _total(values: Sequence[float]) -> Number:
+    # Fractions cannot be infinite or NaN.
+    return sum(map(Fraction, values)) if all(map(math.isfinite, values)) else sum(values)
 
 
 def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: SumsPart, loss: float, grad_norm: float) -> str:

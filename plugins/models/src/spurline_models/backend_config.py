@@ -12,7 +12,7 @@ from pydantic import Field
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
-from spurline.errors import Problem
+from spurline.errors import Problem, listing
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, BackendConfig, BackendFacts
 from spurline.protocols.dataset import KnowsLongest
@@ -149,6 +149,11 @@ class ModelBackendConfig(BackendConfig):
         """Settings of the adapters, or None if the run trains weights instead."""
         return None
 
+    @property
+    def is_reproducible(self) -> bool:
+        """True if results do not depend on packing, micro-batches and the number of data-parallel ranks."""
+        return False
+
     def check_trainable(self, run: RunConfig) -> None:
         _part("trainable:check_trainable", "check of the model")(run)
 
@@ -207,6 +212,14 @@ class TransformersBackendConfig(ModelBackendConfig):
     same way on every device, and is slow."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
+    sums: Annotated[Literal["fast", "reproducible"], OnResume.TO_ROUNDING] = "fast"
+    """With `reproducible`, a run has the same bits for any number of data-parallel ranks, any micro-batches and any
+    packing. Each sequence is then a micro-batch of its own, and gradients are added up exactly, with 16 more bytes for
+    each trained value."""
+
+    @property
+    def is_reproducible(self) -> bool:
+        return self.sums == "reproducible"
 
     @property
     def adapters(self) -> LoraConfig | None:
@@ -238,9 +251,36 @@ class TransformersBackendConfig(ModelBackendConfig):
         if self.fp8 is True and precision != "bf16":
             yield Problem("fp8", f"needs precision: bf16, and precision is {precision}.")
 
+    def reproducibility_problems(
+        self, run: RunConfig, device: str, precision: str, num_threads: int | None
+    ) -> Iterable[Problem]:
+        """Yield the settings that `sums: reproducible` does not support."""
+        if not self.is_reproducible:
+            return
+        optimizers = [run.optimizer, *([] if run.trained_critic is None else [run.trained_critic.optimizer])]
+        refused = {
+            f"optimizer {listing([one.name for one in optimizers if not one.is_elementwise])}, whose steps read several "
+            "values at once": not all(one.is_elementwise for one in optimizers),
+            "compile": self.compile,
+            "fp8": bool(self.fp8),
+            "lora.dropout": self.lora is not None and self.lora.dropout > 0,
+            "model.router_aux_loss": run.model.router_aux_loss is not None,
+            "precision: fp64": precision == "fp64",
+            "precision: bf16 on a CPU": precision == "bf16" and device == "cpu",
+        }
+        for setting in (name for name, is_set in refused.items() if is_set):
+            yield Problem("sums", f"is reproducible, which does not support {setting}. Change it, or set sums: fast.")
+        if device == "cpu" and num_threads is None:
+            yield Problem(
+                "num_threads",
+                "is needed with sums: reproducible, because the results of matrix products on a CPU depend on it.",
+            )
+
     def check_computing(self, run: RunConfig, device: str, precision: str) -> None:
-        """Raise ConfigError if a library is missing, or if `kernels` is `liger` and Liger's kernels cannot be used."""
+        """Raise ConfigError if a library is missing, or if the model cannot be computed with these settings."""
         check_libraries(self.lora, self.fp8)
+        if self.is_reproducible:
+            _part("trainable:check_reproducible", "check of a model")(run.model)
         if self.kernels == "liger":
             _part("kernels:chooses_liger", "kernels of a model")(self.kernels, run.model, device, precision)
 

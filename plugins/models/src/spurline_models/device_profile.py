@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import platform
 import random
 import weakref
@@ -82,6 +83,13 @@ class DeviceProfile:
                 f"would use FlashAttention 3, which is installed but does not load: {error}. Install it for torch "
                 f"{torch.__version__}, remove it, or set kernels: none.",
             ) from error
+
+    def use_deterministic_kernels(self) -> None:
+        """Let every kernel of this process give equal bits for equal inputs. On a CPU, all kernels already do."""
+        if self.device.type == "cuda":
+            # Matrix products are deterministic only if their workspace has a fixed size.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
 
     def keeping_generators(self) -> AbstractContextManager[object]:
         """Return a context that restores the states of torch's random generators at its end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ConfigError, ModelError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.loss import Loss
@@ -19,7 +19,7 @@ from spurline_models.frozen import check_frozen
 from spurline_models.loading import check_config, quiet_loading
 from spurline_models.losses.distributions import ReadsLogits
 from spurline_models.optimizers.groups import check_groups, freeze_parameters
-from spurline_models.streams.stream_model import StreamModel, put_value_head
+from spurline_models.streams.stream_model import StreamModel, dropout_rates, put_value_head
 
 
 def check_trainable(run: RunConfig) -> None:
@@ -58,6 +58,17 @@ def check_trainable(run: RunConfig) -> None:
             "began with. Add model.frozen.reference with the same path and head: score, or train all weights.",
         )
     check_frozen(run)
+
+
+def check_reproducible(model: ModelConfig) -> None:
+    """Raise ConfigError if the model draws random numbers while it is trained."""
+    rates = dropout_rates(load_model_config(model))
+    if rates:
+        raise ConfigError.at(
+            "model.config_overrides",
+            f"leaves {listing([f'{name} at {rate:g}' for name, rate in rates.items()])} in the model. What a sequence "
+            "draws depends on the ranks and micro-batches, so backend.sums: reproducible needs 0. Set it here.",
+        )
 
 
 def _trained(causal: nn.Module) -> list[str]:

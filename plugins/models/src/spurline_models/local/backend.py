@@ -43,6 +43,7 @@ from spurline_models.optimizers.optimization import critic_optimization, policy_
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
+from spurline_models.separation import SeparatedBatch
 from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head, stream_model
 from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream
 from spurline_models.trainable import check_reading
@@ -64,6 +65,8 @@ class LocalBackend:
         self._profile = device_profile("cuda" if config.on == "cuda" else config.device, config.computes_in)
         for problem in config.problems_on("cuda" if self._profile.device.type == "cuda" else "cpu"):
             raise ConfigError.at(f"backend.{problem.key}", problem.message)
+        if config.is_reproducible:
+            self._profile.use_deterministic_kernels()
         self._placement = WeightPlacement(config, run, self._profile)
         causal, masters = self._placement.load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
@@ -93,7 +96,7 @@ class LocalBackend:
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._refuse_swapped("trained")
-        trained = self._model_to_train(role)
+        trained, batch = self._model_to_train(role), self._separated(batch, objective.loss.needs)
         self._memory.check_here("trained")
         started = time.perf_counter()
         try:
@@ -125,7 +128,7 @@ class LocalBackend:
     def gradients(
         self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
     ) -> Iterator[tuple[str, Tensor]]:
-        trained = self._model_to_train(role)
+        trained, batch = self._model_to_train(role), self._separated(batch, objective.loss.needs)
         self._memory.check_here("asked for gradients")
         try:
             # Restore the generators, so that this call does not change the dropout of the next update.
@@ -138,16 +141,18 @@ class LocalBackend:
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
         self._memory.check_here("evaluated")
-        streams = self._streams(batch, objective.loss.needs)
+        streams = self._streams(self._separated(batch, objective.loss.needs), objective.loss.needs)
         return evaluation_sums(self._model, streams, objective, self._profile, self._playing).as_loss_sums()
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         self._memory.check_here("asked for logprobs")
         if role in self._run.model.frozen:
             batch = without_routing(batch)
+        separated = SeparatedBatch.of(batch) if self._config.is_reproducible else None
+        read = batch if separated is None else separated.batch
         with self._playing(role) as model:
-            result = logprobs_of(model, self._streams(batch, (), model), batch, temperature, self._profile)
-        return batch.drop_padding_rows(result)
+            result = logprobs_of(model, self._streams(read, (), model), read, temperature, self._profile)
+        return batch.drop_padding_rows(result) if separated is None else separated.restored(result, batch)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._memory.check_here("asked for continuations")
@@ -239,6 +244,11 @@ class LocalBackend:
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
 
+    def _separated(self, batch: TrainingBatch, needs: Collection[str]) -> TrainingBatch:
+        """Return the batch in the rows that this backend computes."""
+        check_columns(batch, [name for name in needs if name != ENTROPY])
+        return SeparatedBatch.of(batch, needs).batch if self._config.is_reproducible else batch
+
     def _accumulate(self, trained: TrainedModel, batch: TrainingBatch, objective: Objective, role: Role) -> StepSums:
         streams = self._streams(batch, objective.loss.needs)
         balance = None
@@ -326,7 +336,10 @@ def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
     """Return the row numbers of each micro-batch, in increasing order. Rows of one unit (`unit_ids`) stay together."""
     tokens = (batch.tokens["segment_ids"] > 0).sum(1).numpy()
     rows = np.flatnonzero(tokens)
-    if config.rows_per_microbatch is not None:
+    if config.is_reproducible:
+        # Each unit is a micro-batch.
+        cost, limit = np.ones_like(tokens), 1
+    elif config.rows_per_microbatch is not None:
         cost, limit = np.ones_like(tokens), config.rows_per_microbatch
     elif config.max_tokens_per_microbatch is not None:
         cost, limit = tokens, config.max_tokens_per_microbatch

@@ -52,6 +52,7 @@ class LocalBackendConfig(TransformersBackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+        yield from self.reproducibility_problems(run, self.on, self.computes_in, self.num_threads)
         # A config with `auto` may be meant for another machine, so check it as if there was a GPU.
         yield from self.problems_on("cpu" if self.device == "cpu" else "cuda")
         if self.narrow_weights and self.fp8:
@@ -65,6 +66,8 @@ class LocalBackendConfig(TransformersBackendConfig):
         if precision == "auto":
             precision = "bf16" if device == "cuda" else "fp32"
         yield from self.computing_problems(device, precision)
+        if self.is_reproducible and self.narrow_weights:
+            yield Problem("weights", f"is {self.weights}, which is not supported with sums: reproducible. Set one.")
         if self.narrow_weights and precision != "bf16":
             yield Problem(
                 "weights", f"is {self.weights}, which needs precision: bf16. Set precision: bf16, or weights: fp32."
@@ -135,6 +138,8 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     def microbatch_tokens(self, row_length: int, tokens: int) -> int:
         """Return the largest number of tokens that a micro-batch may have, in a step of `tokens` tokens."""
+        if self.is_reproducible:
+            return min(tokens, row_length)
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         return min(tokens, self.max_tokens_per_microbatch or tokens)

@@ -20,6 +20,7 @@ from spurline.errors import ModelError, suggestion
 from spurline.protocols.backend import Role
 from spurline_models.architecture import model_of
 from spurline_models.device_profile import DeviceProfile
+from spurline_models.exact_sums import ExactSum, largest_of, norm_of, sum_of_squares
 from spurline_models.frozen import naming_frozen
 from spurline_models.kernels import change_computing
 from spurline_models.loading import load_model
@@ -40,7 +41,8 @@ Masters = dict[str, Tensor]
 class TrainedModel:
     """A model with the optimizer of its trained `parameters`. The optimizer steps on the tensors of `masters`.
 
-    Sums of gradients, and weights in digests, have the dtype `weight_dtype`. The model may hold narrower weights.
+    Sums of gradients, and weights in digests, have the dtype `weight_dtype`. The model may hold narrower weights. If
+    `exact`, sums of gradients do not depend on the order of micro-batches.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class TrainedModel:
         masters: MasterParameters,
         optimization: Optimization,
         weight_dtype: torch.dtype,
+        *,
+        exact: bool = False,
     ) -> None:
         self.model = model
         self.parameters = parameters
@@ -59,8 +63,12 @@ class TrainedModel:
         self._weight_dtype = weight_dtype
         self._masters = masters
         self._sums: dict[str, Tensor] = {}
+        self._exact_sums: dict[str, ExactSum] = {}
+        self._is_exact = exact
         for name, value in parameters.items():
-            if self._is_narrow(value):
+            if exact:
+                value.register_post_accumulate_grad_hook(partial(self._sum_exactly, name))
+            elif self._is_narrow(value):
                 value.register_post_accumulate_grad_hook(partial(self._sum_wide, name))
 
     def _sum_wide(self, name: str, parameter: Tensor) -> None:
@@ -71,8 +79,17 @@ class TrainedModel:
         # The first gradient stays narrow: a step of one micro-batch needs no sum.
         self._sums[name] = gradient if sums is None else sums.to(self._weight_dtype).add_(gradient)
 
+    def _sum_exactly(self, name: str, parameter: Tensor) -> None:
+        """After a micro-batch, add the gradient to the exact sum."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._exact_sums.setdefault(name, ExactSum()).add(gradient)
+
     def _gradients(self) -> dict[str, Tensor]:
         """Return the existing gradients by name, in the parameter's dtype or in `weight_dtype`."""
+        while self._exact_sums:
+            name, exact = self._exact_sums.popitem()
+            self.parameters[name].grad = exact.total().view_as(self.parameters[name])
         found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
@@ -86,6 +103,10 @@ class TrainedModel:
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients together."""
+        if self._is_exact:
+            gradients = self._gradients().values()
+            largest = largest_of(gradients)
+            return torch.tensor(norm_of(sum_of_squares(gradients, largest), largest), dtype=torch.float64)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in self._gradients().values():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
@@ -144,6 +165,7 @@ class TrainedModel:
 
     def drop_gradients(self) -> None:
         self._sums.clear()
+        self._exact_sums.clear()
         for value in self.parameters.values():
             value.grad = None
 
@@ -240,7 +262,9 @@ class WeightPlacement:
         stepped = MasterParameters(
             parameters, self._profile, masters, on_host=config.offload_optimizer, apart=optimization.config.steps_apart
         )
-        return TrainedModel(model, parameters, stepped, optimization(stepped.parameters), self._profile.weight_dtype)
+        exact = config.is_reproducible
+        made = optimization(stepped.parameters, reproducible=exact)
+        return TrainedModel(model, parameters, stepped, made, self._profile.weight_dtype, exact=exact)
 
     def _base_dtype(self) -> torch.dtype | None:
         """Return the dtype of the weights under adapters if it is narrower than the dtype of computation."""

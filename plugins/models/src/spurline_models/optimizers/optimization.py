@@ -25,6 +25,8 @@ class Optimization:
         parameters: The optimizer's parameters by name.
         factor: A function that maps the number of an optimizer step, from 1, to a share of the peak learning rate.
         key: Key path of the optimizer's settings in the config file.
+        reproducible: Whether steps must not depend on how ranks divide parameters. Fused kernels of the CPU do, since
+            they round the last values of a tensor otherwise than the values before.
 
     Raises:
         ConfigError: If a group of the config fits no parameter.
@@ -38,6 +40,8 @@ class Optimization:
         parameters: Mapping[str, Parameter],
         factor: Callable[[int], float],
         key: str = "optimizer",
+        *,
+        reproducible: bool = False,
     ) -> None:
         check_groups(config, parameters, key)
         self.max_grad_norm = config.max_grad_norm
@@ -46,6 +50,9 @@ class Optimization:
         self._parameters = parameters
         self._factor = factor
         _check_complete(optimizer, config, parameters)
+        for group in optimizer.param_groups:
+            if reproducible and group.get("fused") and all(value.device.type == "cpu" for value in group["params"]):
+                group.update(fused=False, foreach=True)
         self._made = group_values(self.optimizer)
         for group in self.optimizer.param_groups:
             group[PEAK] = group["lr"]
@@ -86,8 +93,9 @@ class OptimizationRecipe:
     factor: Callable[[int], float]
     key: str = "optimizer"
 
-    def __call__(self, parameters: Mapping[str, Parameter]) -> Optimization:
-        return Optimization(self.config, self.make_optimizer(parameters), parameters, self.factor, self.key)
+    def __call__(self, parameters: Mapping[str, Parameter], *, reproducible: bool = False) -> Optimization:
+        optimizer = self.make_optimizer(parameters)
+        return Optimization(self.config, optimizer, parameters, self.factor, self.key, reproducible=reproducible)
 
     def make_optimizer(self, parameters: Mapping[str, Parameter]) -> Optimizer:
         return self.registry.create("optimizer", self.config, named_parameters=parameters)

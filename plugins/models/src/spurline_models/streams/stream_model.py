@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.batch import ROUTED_EXPERTS
@@ -130,10 +130,9 @@ class StreamModel:
         libraries = {"kernels": kernels, "attention": attention_library()}
         facts |= {name: used for name, used in libraries.items() if used}
         config = self.causal.config.get_text_config()
-        rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
-        drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
-        if drawn:
-            facts["draws"] = ", ".join(drawn)
+        rates = dropout_rates(config)
+        if rates:
+            facts["draws"] = ", ".join(f"{name} {value:g}" for name, value in rates.items())
         weights = next(self.causal.parameters())
         if weights.is_cuda and self.reading == "stream":
             widths: set[Any] = {getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")} - {None}
@@ -283,6 +282,12 @@ class ScoreModel(ValueModel):
     """A decoder with a score head. In its loss inputs, `logprobs` has the score after each token."""
 
     reads_tokens = True
+
+
+def dropout_rates(config: PretrainedConfig) -> dict[str, float]:
+    """Return the rates of dropout and jitter of a model that are not 0, by name."""
+    found = config.get_text_config().to_dict().items()
+    return {name: value for name, value in found if isinstance(value, float) and value > 0 and _DRAWS.search(name)}
 
 
 def no_logits() -> ModelError:

@@ -1,0 +1,117 @@
+"""Sum fp32 tensors so that the result does not depend on the order: any micro-batches and ranks give the same bits.
+
+Each value is split into a multiple of a coarse unit, a multiple of a fine unit, and a rest below half a fine unit that
+is dropped. Multiples of one unit add up exactly in float64 while they have at most 53 bits, and exact additions may
+be made in any order. Only the total is rounded to fp32. For sums of n values x, the error is at most n * 2^-67 plus one
+rounding of the result, while fp32 addition may be wrong by n * 2^-24 * sum |x|.
+
+This is the binned summation with fixed bins of Rump, Ogita and Oishi (2008, doi:10.1137/050645671) and ReproBLAS
+(Ahrens, Demmel and Nguyen 2020, doi:10.1145/3389360), which chooses its bins by the largest value. Fixed bins need no
+second pass over the data. Kulisch and Miranker (1986, doi:10.1137/1028001) sum exactly in one long fixed-point number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from spurline.errors import RunFailedError
+
+_COARSE, _FINE = 2.0**-28, 2.0**-66
+"""The units of sums."""
+
+_LARGEST_SUM, _MOST_VALUES = 2.0**23, 2**15
+"""Within these limits, multiples of either unit add up without rounding."""
+
+_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 24}
+"""The number of values that are split at once, by type of device. On a CPU, all temporary values fit into its cache."""
+
+_SQUARES_COARSE, _SQUARES_FINE, _SQUARES_CHUNK = 2.0**-33, 2.0**-67, 1 << 20
+"""The units of sums of squares below 1, and the number of squares whose sum is exact."""
+
+
+class ExactSum:
+    """The sum of fp32 tensors of one shape. It takes 16 bytes for each value."""
+
+    def __init__(self) -> None:
+        self._sums: tuple[Tensor, Tensor] | None = None
+        self._largest: list[Tensor] = []
+
+    def add(self, values: Tensor) -> None:
+        """Add a tensor. All tensors must have the same shape and device."""
+        flat = values.detach().flatten()
+        if self._sums is None:
+            self._sums = (flat.new_zeros(len(flat), dtype=torch.float64), flat.new_zeros(len(flat), dtype=torch.float64))
+        if not len(flat):
+            return
+        self._largest.append(torch.stack(torch.aminmax(flat)).abs().amax())
+        chunk = _CHUNK[flat.device.type]
+        wide, multiple = flat.new_empty((2, min(chunk, len(flat))), dtype=torch.float64)
+        for part, coarse, fine in zip(*(each.split(chunk) for each in (flat, *self._sums)), strict=True):
+            rest, of_unit = wide[: len(part)].copy_(part), multiple[: len(part)]
+            coarse += _multiple_of(_COARSE, rest, of_unit)
+            rest -= of_unit
+            fine += _multiple_of(_FINE, rest, of_unit)
+
+    def total(self) -> Tensor:
+        """Return the sum as an fp32 vector. It is not finite if an added value is not.
+
+        Raises:
+            RunFailedError: If the values are so large or so many that sums would not be exact.
+        """
+        assert self._sums is not None, "nothing was added"
+        count, largest = len(self._largest), float(torch.stack(self._largest).amax()) if self._largest else 0.0
+        if count > _MOST_VALUES or (math.isfinite(largest) and count * largest >= _LARGEST_SUM):
+            raise RunFailedError(
+                f"backend.sums: reproducible can add up to {_MOST_VALUES:,} gradients whose values are below "
+                f"{_LARGEST_SUM:,.0f} divided by their number. An optimizer step has {count:,} gradients with values up "
+                f"to {largest:.3g}; the weights are unchanged. Train on fewer sequences at once, lower "
+                "optimizer.learning_rate if the loss had been rising, or set sums: fast."
+            )
+        return self._sums[0].add(self._sums[1]).float()
+
+
+def _multiple_of(unit: float, values: Tensor, out: Tensor) -> Tensor:
+    """Round float64 values to multiples of the unit. They must be smaller than 2^51 units."""
+    # The last bit of a float64 between 2^52 and 2^53 units is worth one unit.
+    shift = 1.5 * 2.0**52 * unit
+    return torch.add(values, shift, out=out).sub_(shift)
+
+
+def largest_of(tensors: Iterable[Tensor]) -> float:
+    """Return the largest absolute value. It is not finite if a value is not finite."""
+    found = [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in tensors if tensor.numel()]
+    return float(torch.stack(found).amax()) if found else 0.0
+
+
+def sum_of_squares(tensors: Iterable[Tensor], largest: float) -> int:
+    """Return the sum of squares for `norm_of`. Sums of parts of the tensors add up to exactly the same number.
+
+    `largest` is the largest absolute value of all parts. If it is 0 or not finite, the result is 0.
+    """
+    if not largest or not math.isfinite(largest):
+        return 0
+    found = [part for tensor in tensors for part in _sums_of_chunks(tensor.flatten(), _exponent(largest))]
+    return sum(int(math.ldexp(value, 67)) for value in (torch.stack(found).tolist() if found else []))
+
+
+def norm_of(squares: int, largest: float) -> float:
+    """Return the norm, given the sum of `sum_of_squares` over all parts."""
+    return math.ldexp(math.sqrt(2 * squares), _exponent(largest) - 34) if math.isfinite(largest) else largest
+
+
+def _exponent(largest: float) -> int:
+    return math.frexp(largest)[1]
+
+
+def _sums_of_chunks(values: Tensor, exponent: int) -> Iterator[Tensor]:
+    for part in values.split(_SQUARES_CHUNK):
+        # The square of an fp32 value is exact in float64. Scaled by the power of two, it is below 1.
+        square = part.double().mul_(2.0**-exponent).square_()
+        multiple = torch.empty_like(square)
+        yield _multiple_of(_SQUARES_COARSE, square, multiple).sum()
+        square -= multiple
+        yield _multiple_of(_SQUARES_FINE, square, multiple).sum()
