@@ -50,6 +50,9 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
         yield from self.computing_problems(self.on, self.computes_in)
+        yield from self.reproducibility_problems(run, self.on, self.computes_in, self.num_threads)
+        if self.is_reproducible and self.on == "cuda" and not self.deterministic:
+            yield Problem("deterministic", "is false, and sums: reproducible needs deterministic kernels. Set it.")
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
         for key in ("replicas", "context", "expert"):
@@ -59,6 +62,12 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
                     key,
                     f"is {getattr(self, key)}, which does not divide the {ranks} ranks. Choose one of "
                     f"{fitting}, or change backend.ranks.",
+                )
+            if self.is_reproducible and getattr(self, key) > 1:
+                yield Problem(
+                    "sums",
+                    f"is reproducible, which {key}: {getattr(self, key)} does not support, since sums over these ranks "
+                    f"are not exact. Set {key}: 1, or sums: fast.",
                 )
         if self.expert > 1 and tuple(int(part) for part in version("transformers").split(".")[:2]) < (5, 23):
             yield Problem("expert", f"needs transformers 5.23. {version('transformers')} is installed. Set expert: 1.")

@@ -80,7 +80,8 @@ class FsdpRank(RankWorker):
         self._place.doing("checking that packed rows are exact for this model")
         asked = {"replays": self._run.source.facts.replays_experts, "balances": self._balance is not None}
         check_sharded(model, self._config, self._profile, self._run.model.path, **asked)
-        self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
+        exact, optimization = self._config.is_reproducible, policy_optimization(self._run, self._registry, self._total)
+        self._policy = ShardedTrainedModel(model, optimization, reproducible=exact)
         gathers, adapted = _ShardGathering(model.causal, self._memory.read), self._config.lora is not None
         self._gatherings = {"model": WeightGathering(NamedWeights(model.causal, adapted=adapted), gathers)}
         if adapted:
@@ -92,7 +93,8 @@ class FsdpRank(RankWorker):
         if self._run.trained_critic is not None:
             critic = build_trained(self._run.model, self._config, self._meshes, self._run.seed, critic=True)
             critic.read_as(self._policy.model.reading)
-            self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.trained_critic, self._registry))
+            optimization = critic_optimization(self._run.trained_critic, self._registry)
+            self._critic = ShardedTrainedModel(critic, optimization, reproducible=exact)
 
     def gradients(
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role

@@ -31,6 +31,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.exact_reduction import reduce_exactly
 from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
 from spurline_models.architecture import (
@@ -279,6 +280,8 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum, and with scaled sums NCCL loses some bf16 gradients (pytorch issue 190745).
         module.set_force_sum_reduction_for_comms(True)
+        if config.is_reproducible:
+            reduce_exactly(module, meshes.sharding.size())
 
 
 def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:

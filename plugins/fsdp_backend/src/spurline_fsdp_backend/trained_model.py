@@ -8,9 +8,9 @@ checkpoint holds the trained weights, the persistent buffers and the optimizer's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,9 @@ from spurline.digests import FileDigest
 from spurline.protocols.backend import Role
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.sharded_model import model_tensors, weights_digest
+from spurline_models.accumulate import Number
 from spurline_models.adapters.adapter_weights import AdapterStream
+from spurline_models.exact_sums import largest_of, norm_of, sum_of_squares
 from spurline_models.optimizers.optimization import OptimizationRecipe
 from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.placement.narrow_weights import base_dtype
@@ -40,8 +42,9 @@ from spurline_ranks.worker import StepTotals, clip_factor
 class ShardedTrainedModel:
     """A model with the optimizer of its trainable parameters. The constructor is a collective."""
 
-    def __init__(self, model: StreamModel, recipe: OptimizationRecipe) -> None:
+    def __init__(self, model: StreamModel, recipe: OptimizationRecipe, *, reproducible: bool) -> None:
         self.model = model
+        self._is_reproducible = reproducible
         self.parameters: Mapping[str, Parameter] = {
             name: value for name, value in model.causal.named_parameters() if value.requires_grad
         }
@@ -49,12 +52,14 @@ class ShardedTrainedModel:
         self.frozen_weights = weights_digest(model.causal, frozen=True)
         """The digest of the frozen weights, which are not in checkpoints."""
         self.updates = 0
-        self.optimization = recipe(self.parameters)
+        self.optimization = recipe(self.parameters, reproducible=reproducible)
 
-    def totals(self, loss: float) -> StepTotals:
+    def totals(self, loss: Number) -> StepTotals:
         """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
         # This sums in float64 without a copy of the gradients in float64.
         gradients = self._gradients()
+        if self._is_reproducible:
+            return _exact_totals(gradients, loss, self.model.causal.device)
         if not gradients:
             return StepTotals.of(torch.zeros((), dtype=torch.float64, device=self.model.causal.device), loss)
         norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))  # pyright: ignore
@@ -79,6 +84,16 @@ class ShardedTrainedModel:
     def tensors(self) -> DeviceTensors:
         """Return the tensors that are on the device between two updates."""
         return DeviceTensors(model_tensors(self.model.causal), list(tensors_in(self.optimization.optimizer.state)))
+
+
+def _exact_totals(gradients: Sequence[Tensor], loss: Number, device: torch.device) -> StepTotals:
+    """Return totals that do not depend on how ranks divide gradients and micro-batches."""
+    largest = torch.tensor(largest_of(gradients), dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (sum_of_squares(gradients, float(largest)), loss))
+    squares, losses = zip(*parts, strict=True)
+    return StepTotals(norm_of(sum(squares), float(largest)), float(sum(losses)))
 
 
 def _copies(value: Tensor) -> int:

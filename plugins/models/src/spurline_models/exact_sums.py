@@ -82,9 +82,10 @@ def _multiple_of(unit: float, values: Tensor, out: Tensor) -> Tensor:
 
 
 def largest_of(tensors: Iterable[Tensor]) -> float:
-    """Return the largest absolute value. It is not finite if a value is not finite."""
+    """Return the largest absolute value, which is infinite if a value is not finite."""
     found = [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in tensors if tensor.numel()]
-    return float(torch.stack(found).amax()) if found else 0.0
+    largest = float(torch.stack(found).amax()) if found else 0.0
+    return largest if math.isfinite(largest) else math.inf
 
 
 def sum_of_squares(tensors: Iterable[Tensor], largest: float) -> int:

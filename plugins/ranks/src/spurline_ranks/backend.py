@@ -28,6 +28,7 @@ from spurline_models.dealing import Dealing, deal
 from spurline_models.experts.router_replay import check_replayed, load_metrics, without_routing
 from spurline_models.lengths import length_limit
 from spurline_models.placement.offloading import refuse
+from spurline_models.separation import SeparatedBatch
 from spurline_models.streams.token_stream import check_columns, check_tokens
 from spurline_models.trainable import check_losses, check_reading
 from spurline_models.weight_buckets import MakerChoice, PublishedPart, WeightBucket
@@ -48,6 +49,9 @@ class RankBackend:
         config.check_model(run)
         check_losses(run, registry)
         check_reading(run, registry)
+        if config.is_reproducible and config.on == "cpu" and config.num_threads is not None:
+            # An engine in this process must compute like the engine of a run without ranks.
+            torch.set_num_threads(config.num_threads)
         self._model_configs = {"policy": load_model_config(run.model)}
         self._is_device_given = False
         request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
@@ -63,6 +67,7 @@ class RankBackend:
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)
         self._check_device_here("trained")
+        batch = self._separated(batch, objective.loss.needs)
         dealing = self._deal(batch, objective.loss.needs)
         answers = self._ranks.call("update", plain_objective(objective), role, per_rank=self._wires(dealing))
         first = answers[0]
@@ -88,13 +93,14 @@ class RankBackend:
     ) -> Iterator[tuple[str, Tensor]]:
         self._check_trained(role)
         self._check_device_here("asked for gradients")
+        batch = self._separated(batch, objective.loss.needs)
         wires = self._wires(self._deal(batch, objective.loss.needs))
         found = self._ranks.call("gradients", plain_objective(objective), role, per_rank=wires)[0]
         return ((name, torch.from_numpy(gradient)) for name, gradient in found)
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
         self._check_device_here("evaluated")
-        dealing = self._deal(batch, objective.loss.needs)
+        dealing = self._deal(self._separated(batch, objective.loss.needs), objective.loss.needs)
         answers = self._ranks.call("evaluate", plain_objective(objective), per_rank=self._wires(dealing))
         return SumsPart.join(self._counting(answers)).as_loss_sums()
 
@@ -105,9 +111,11 @@ class RankBackend:
         self._check_device_here("asked for logprobs")
         if role in self._run.model.frozen:
             batch = without_routing(batch)
-        dealing = self._deal(batch, (), role)
+        separated = SeparatedBatch.of(batch) if self._config.is_reproducible else None
+        dealing = self._deal(batch if separated is None else separated.batch, (), role)
         answers = self._ranks.call("logprobs", role, temperature, per_rank=self._wires(dealing))
-        return dealing.gather(self._counting(answers))
+        found = dealing.gather(self._counting(answers))
+        return found if separated is None else separated.restored(found, batch)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._named("model")
@@ -158,6 +166,11 @@ class RankBackend:
     def close(self) -> None:
         self._ranks.close()
 
+    def _separated(self, batch: TrainingBatch, needs: Collection[str]) -> TrainingBatch:
+        """Return the batch in the rows that ranks compute."""
+        check_columns(batch, [name for name in needs if name != ENTROPY])
+        return SeparatedBatch.of(batch, needs).batch if self._config.is_reproducible else batch
+
     def _deal(self, batch: TrainingBatch, needs: Collection[str], role: Role = "policy") -> Dealing:
         config = self._model_configs.get(role)
         if config is None:
@@ -174,7 +187,8 @@ class RankBackend:
             batch,
             self._config.layout().data,
             columns=[*columns, *(name for name in (ROUTED_EXPERTS, SUPPORT) if name in batch.tokens)],
-            max_tokens=self._config.max_tokens_per_microbatch,
+            # Each unit has at least one token, and so gets a micro-batch of its own.
+            max_tokens=1 if self._config.is_reproducible else self._config.max_tokens_per_microbatch,
             hidden=text.hidden_size,
         )
 

@@ -24,7 +24,7 @@ from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective
-from spurline_models.accumulate import SumsPart
+from spurline_models.accumulate import Number, SumsPart
 from spurline_models.dealing import RankShare
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
@@ -51,18 +51,18 @@ class StepTotals:
     loss: float
 
     @classmethod
-    def of(cls, squares: Tensor, loss: float) -> StepTotals:
+    def of(cls, squares: Tensor, loss: Number) -> StepTotals:
         """Sum over all ranks, which must call this together. Each gradient and token is counted by one rank.
 
         Args:
             squares: The sum of squares of the gradients that this rank counts; a float64 scalar.
             loss: The sum of weight * loss of the tokens that this rank counts.
         """
-        sums = squares.new_tensor([0.0, loss])
+        sums = squares.new_tensor([0.0, float(loss)])
         sums[0] = squares
         dist.all_reduce(sums)
-        total, loss = sums.tolist()
-        return cls(math.sqrt(total), loss)
+        total, joined = sums.tolist()
+        return cls(math.sqrt(total), joined)
 
     @property
     def is_finite(self) -> bool:
@@ -120,7 +120,7 @@ class RankWorker:
         try:
             part = self._accumulate(role, RankShare.from_wire(wire), read_objective(plain_objective, self._registry))
             self._place.doing("joining the gradient norm of all ranks")
-            totals = trained.totals(part.loss if self._counts else 0.0)
+            totals = trained.totals(part.loss if self._counts else 0)
             differentiated = time.perf_counter()
             self._place.doing("the optimizer's step")
             rates = trained.step(totals.grad_norm) if totals.is_finite else {}
