@@ -17,6 +17,7 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.optimizer import num_values
 from spurline_models.architecture import load_model_config, model_of, num_experts
 from spurline_models.backend_config import MemoryEstimate
+from spurline_models.exact_sums import SUM_BYTES
 from spurline_models.memory import COMPUTED_BYTES, ShapeByName, Shapes, frozen_shapes, model_shapes, pinned_bytes
 from spurline_models.optimizers.groups import check_groups
 from spurline_models.placement.narrow_weights import base_dtype
@@ -122,11 +123,14 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     logit = computed if config.fuses_logprobs else 8 + computed
     update = {
         "gathered weights": computed * _gathered_values(config, shapes),
-        # The gradients of a group exist twice while ranks sum them: in the computed dtype and in fp32.
-        "gradients being summed": (computed + 4) * max(map(num_values, groups)),
+        # The gradients of a group exist twice while ranks sum them: in the computed dtype and in fp32. Exact sums also
+        # need what other ranks sent.
+        "gradients being summed": (computed + (8 if config.is_reproducible else 4)) * max(map(num_values, groups)),
         "activations": on_device,
         "logits": min(microbatch, config.chunk_tokens) * shapes.vocabulary * logit,
     }
+    if config.is_reproducible:
+        update["exact sums"] = SUM_BYTES * num_values(_local(config, shapes.trained))
     kept, gradients = _kept(config, run, shapes)
     moments = [{"gradients": gradients, **update}]
     host = on_host
@@ -162,7 +166,7 @@ def _stored(config: FsdpBackendConfig, parts: ShapeByName, itemsize: int) -> int
 
 def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:
     share = math.ceil(tokens / config.layout().data)
-    share = min(share, config.max_tokens_per_microbatch or share)
+    share = 1 if config.is_reproducible else min(share, config.max_tokens_per_microbatch or share)
     # A micro-batch has at least one whole row, which the ranks of `context` divide.
     return math.ceil(max(share, min(row_length, tokens)) / config.context)
 

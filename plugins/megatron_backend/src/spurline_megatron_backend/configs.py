@@ -47,6 +47,7 @@ class MegatronBackendConfig(RankBackendConfig):
         "lora": f"Megatron-core has no adapters. {_FSDP}",
         "cpu_offload": f"To save memory, divide the model further (pipeline, tensor). {_FSDP}",
         "activation_checkpointing": "Use recompute: none, selective or full.",
+        "sums": f"Megatron-core adds up gradients in an order that depends on the ranks. {_FSDP}",
         "sequence_parallel": "It is always on if tensor is more than 1.",
         "reference": "It is called `frozen` now, and is for all models that are not trained.",
     }

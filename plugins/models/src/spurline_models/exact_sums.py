@@ -20,21 +20,25 @@ from torch import Tensor
 
 from spurline.errors import RunFailedError
 
+SUM_BYTES = 16
+"""Bytes of each value of a sum."""
+
 _COARSE, _FINE = 2.0**-28, 2.0**-66
 """The units of sums."""
 
 _LARGEST_SUM, _MOST_VALUES = 2.0**23, 2**15
 """Within these limits, multiples of either unit add up without rounding."""
 
-_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 24}
-"""The number of values that are split at once, by type of device. On a CPU, all temporary values fit into its cache."""
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""The number of values that are split at once, by type of device; on a CPU, for each thread. Temporary values then fit
+into the cache of a CPU."""
 
 _SQUARES_COARSE, _SQUARES_FINE, _SQUARES_CHUNK = 2.0**-33, 2.0**-67, 1 << 20
 """The units of sums of squares below 1, and the number of squares whose sum is exact."""
 
 
 class ExactSum:
-    """The sum of fp32 tensors of one shape. It takes 16 bytes for each value."""
+    """The sum of fp32 tensors of one shape. It takes `SUM_BYTES` for each value."""
 
     def __init__(self) -> None:
         self._sums: tuple[Tensor, Tensor] | None = None
@@ -48,7 +52,7 @@ class ExactSum:
         if not len(flat):
             return
         self._largest.append(torch.stack(torch.aminmax(flat)).abs().amax())
-        chunk = _CHUNK[flat.device.type]
+        chunk = _CHUNK[flat.device.type] * (torch.get_num_threads() if flat.device.type == "cpu" else 1)
         wide, multiple = flat.new_empty((2, min(chunk, len(flat))), dtype=torch.float64)
         for part, coarse, fine in zip(*(each.split(chunk) for each in (flat, *self._sums)), strict=True):
             rest, of_unit = wide[: len(part)].copy_(part), multiple[: len(part)]

@@ -7,6 +7,7 @@ import math
 from spurline.config.run_config import RunConfig
 from spurline.protocols.optimizer import num_values
 from spurline_models.backend_config import MemoryEstimate
+from spurline_models.exact_sums import SUM_BYTES
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.memory import COMPUTED_BYTES, Shapes, frozen_shapes, model_shapes
 from spurline_models.optimizers.groups import check_groups
@@ -59,6 +60,8 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     several = microbatch < tokens
     # Sums of gradients over several micro-batches are in full precision.
     gradients = (trained - narrow) * wide + narrow * (wide if several else _HALF_BYTES)
+    if config.is_reproducible:
+        gradients = SUM_BYTES * trained
     # On a CPU there is only host memory.
     offloading = config.offload_activations and config.on == "cuda"
     on_device, on_host = shapes.activation_bytes(
