@@ -97,7 +97,7 @@ def learned(run: Trained) -> tuple[list[Config], str]:
 
 def weights_of(backend: Path, role: str) -> dict[str, Tensor]:
     """Read the weights of a role from a checkpoint of one process or of ranks."""
-    if (backend / role).exists() and role == "policy" or list((backend / role).glob("rank-*")):
+    if ((backend / role).exists() and role == "policy") or list((backend / role).glob("rank-*")):
         index = PieceIndex.of(backend / role)
         names = json.loads((backend / role / "state.json").read_text())["weights"]
         return {name: index.read(name, Box.whole(index.tensors[name].shape)) for name in names}
@@ -108,17 +108,15 @@ def weights_of(backend: Path, role: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("method_config", CASES, indirect=True)
 def test_any_ranks_packing_and_microbatches_train_the_same_bits(method_config: Config) -> None:
     packings = method_config.pop("packings")
-    layouts = [(None, packings[0], MICROBATCHES[0]), (3, packings[1], MICROBATCHES[2])]
-    if SOAK:
-        every = enumerate(product((None, 1, 2, 3, 4), packings))
-        layouts = [(*layout, MICROBATCHES[number % 3]) for number, layout in every]
+    layouts = list(product((None, 1, 2, 3, 4), packings)) if SOAK else [(None, packings[0]), (3, packings[1])]
     wanted: tuple[list[Config], str] | None = None
-    for number, layout in enumerate(layouts):
-        found = learned(train(laid_out(method_config, *layout), name=str(number)))
+    for number, (ranks, packing) in enumerate(layouts):
+        config = laid_out(method_config, ranks, packing, MICROBATCHES[number % 3])
+        found = learned(train(config, name=str(number)))
         wanted = wanted or found
         for line, expected in zip(found[0], wanted[0], strict=True):
-            assert line == expected, layout
-        assert found[1] == wanted[1], layout
+            assert line == expected, (ranks, packing)
+        assert found[1] == wanted[1], (ranks, packing)
 
 
 def test_a_killed_run_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
@@ -151,6 +149,7 @@ class PlainSum:
 def test_sums_that_depend_on_the_order_do_not_pass(method_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     del method_config["packings"]
     monkeypatch.setattr(trained_model, "ExactSum", PlainSum)
-    one, other = (learned(train(laid_out(method_config, None, packing), name=packing)) for packing in ("packed", "padded"))
+    runs = (train(laid_out(method_config, None, packing), name=packing) for packing in ("packed", "padded"))
+    one, other = map(learned, runs)
     assert one[1] != other[1]
     assert one[0][0]["loss"] == other[0][0]["loss"]

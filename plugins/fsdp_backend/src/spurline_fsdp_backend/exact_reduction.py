@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch has no public name for it
 
@@ -25,7 +25,7 @@ class ExactReduction(ReduceScatter):
     """
 
     def __init__(self, module: FSDPModule) -> None:
-        self._module = module
+        self._module: Any = module
         self._sum = ExactSum()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -45,7 +45,7 @@ class ExactReduction(ReduceScatter):
     def _reduce(self, parts: Sequence[Tensor], output: Tensor) -> None:
         for part in parts:
             self._sum.add(part)
-        if cast(nn.Module, self._module)._get_fsdp_state()._state_ctx.is_last_backward:
+        if self._module._get_fsdp_state()._state_ctx.is_last_backward:
             output.copy_(self._sum.total())
             self._sum = ExactSum()
         else:

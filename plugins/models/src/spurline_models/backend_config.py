@@ -213,9 +213,9 @@ class TransformersBackendConfig(ModelBackendConfig):
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
     sums: Annotated[Literal["fast", "reproducible"], OnResume.TO_ROUNDING] = "fast"
-    """With `reproducible`, a run has the same bits for any number of data-parallel ranks, any micro-batches and any
-    packing. Each sequence is then a micro-batch of its own, and gradients are added up exactly, with 16 more bytes for
-    each trained value."""
+    """`reproducible` gives a run the same bits for any number of data-parallel ranks, any micro-batches and any packing.
+    Each sequence is then a micro-batch of its own, and gradients are added up exactly, with 16 more bytes for each
+    trained value."""
 
     @property
     def is_reproducible(self) -> bool:
@@ -258,9 +258,9 @@ class TransformersBackendConfig(ModelBackendConfig):
         if not self.is_reproducible:
             return
         optimizers = [run.optimizer, *([] if run.trained_critic is None else [run.trained_critic.optimizer])]
+        others = {optimizer.name for optimizer in optimizers if not optimizer.is_elementwise}
         refused = {
-            f"optimizer {listing([one.name for one in optimizers if not one.is_elementwise])}, whose steps read several "
-            "values at once": not all(one.is_elementwise for one in optimizers),
+            f"optimizer {listing(others)}, whose steps read several values at once": bool(others),
             "compile": self.compile,
             "fp8": bool(self.fp8),
             "lora.dropout": self.lora is not None and self.lora.dropout > 0,

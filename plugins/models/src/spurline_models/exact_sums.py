@@ -48,7 +48,8 @@ class ExactSum:
         """Add a tensor. All tensors must have the same shape and device."""
         flat = values.detach().flatten()
         if self._sums is None:
-            self._sums = (flat.new_zeros(len(flat), dtype=torch.float64), flat.new_zeros(len(flat), dtype=torch.float64))
+            zeros = torch.zeros_like(flat, dtype=torch.float64)
+            self._sums = zeros, zeros.clone()
         if not len(flat):
             return
         self._largest.append(torch.stack(torch.aminmax(flat)).abs().amax())
@@ -71,8 +72,8 @@ class ExactSum:
         if count > _MOST_VALUES or (math.isfinite(largest) and count * largest >= _LARGEST_SUM):
             raise RunFailedError(
                 f"backend.sums: reproducible can add up to {_MOST_VALUES:,} gradients whose values are below "
-                f"{_LARGEST_SUM:,.0f} divided by their number. An optimizer step has {count:,} gradients with values up "
-                f"to {largest:.3g}; the weights are unchanged. Train on fewer sequences at once, lower "
+                f"{_LARGEST_SUM:,.0f} divided by their number. An optimizer step has {count:,} gradients with values "
+                f"up to {largest:.3g}; the weights are unchanged. Train on fewer sequences at once, lower "
                 "optimizer.learning_rate if the loss had been rising, or set sums: fast."
             )
         return self._sums[0].add(self._sums[1]).float()

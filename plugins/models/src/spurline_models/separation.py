@@ -1,4 +1,4 @@
-"""Give each sequence of a batch a row of its own, so that no result depends on the rows that sequences were packed into.
+"""Give each sequence of a batch a row of its own, so that no result depends on how sequences were packed into rows.
 
 A model may round differently for streams of different lengths. The backend makes a micro-batch of each unit: one
 sequence, or the two answers of a pair that a loss compares. The shape of such a micro-batch depends on nothing else.
@@ -68,7 +68,7 @@ class SeparatedBatch:
         return cls(separated, places)
 
     def restored(self, values: Tensor, original: TrainingBatch) -> Tensor:
-        """Put values [rows, length] of the separated batch where the tokens were; [rows, length] without padding rows."""
+        """Return values [rows, length] of the separated batch in the rows of the original, without padding rows."""
         result = values.new_zeros(original.num_rows * original.length)
         is_token = self.places >= 0
         result[self.places[is_token]] = values[is_token]

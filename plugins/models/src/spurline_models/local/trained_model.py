@@ -106,7 +106,8 @@ class TrainedModel:
         if self._is_exact:
             gradients = self._gradients().values()
             largest = largest_of(gradients)
-            return torch.tensor(norm_of(sum_of_squares(gradients, largest), largest), dtype=torch.float64)
+            norm = norm_of(sum_of_squares(gradients, largest), largest)
+            return torch.tensor(norm, dtype=torch.float64, device=self.model.causal.device)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in self._gradients().values():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
