@@ -1,0 +1,258 @@
+"""Record one update of any training loop: its batch, its loss settings, its weights and its gradients.
+
+This file needs torch alone. Install it with `pip install spurline-oracle`, or copy it into a project. The command
+`spurline check-gradients FOLDER` compares what it wrote with the truth.
+
+```python
+recorder = GradientRecorder(model, "dump", loss={"name": "cross_entropy", "reduction": "token_mean"})
+for batch in micro_batches:                  # the micro-batches of one update
+    recorder.micro_batch(**batch)            # input_ids, labels, attention_mask, position_ids
+    (model(**batch).loss / len(micro_batches)).backward()
+recorder.save()                              # before clipping, optimizer.step() and zero_grad()
+```
+
+A dump is a folder:
+
+- `dump.json`: loss settings, numbers of the layout, dtypes, and where the model is.
+- `rank-N.safetensors`: the micro-batches of data-parallel rank N, as `MICRO_BATCH.COLUMN`, and outputs of layers for
+  its first micro-batch, as `layer.INDEX`.
+- `gradients.safetensors`: the gradient of each parameter, or its norm.
+- `model/`: config and weights, unless `model_path` names a model with the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FORMAT = 1
+"""The version of the dump format."""
+
+COLUMNS = (
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "segment_ids",
+    "advantages",
+    "old_logprobs",
+    "reference_logprobs",
+    "pair",
+    "chosen",
+)
+"""Names of columns of a batch. `GradientRecorder.micro_batch` describes them."""
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class GradientRecorder:
+    """A recorder of one update.
+
+    In a distributed run each process makes one and calls the same methods. The first process writes gradients and
+    weights, which DTensors gather from all processes. Each data-parallel rank writes its own micro-batches.
+
+    Args:
+        model: The model that is trained, as the loop uses it (also wrapped by DDP, FSDP2 or torch.compile).
+        folder: The folder of the dump. All processes must see the same one.
+        loss: Settings of the loss. `name` is `cross_entropy` (default), `policy` (PPO, GRPO, DAPO) or `dpo`.
+            `reduction` is `token_mean` (default), `sequence_mean`, `sum`, or a number that sums are divided by.
+            The page of the command lists all keys.
+        model_path: A folder or hub name of a model with these weights. If None, the weights are written.
+        rank: The data-parallel rank of this process. If None, it is the rank in torch.distributed.
+        num_ranks: The number of data-parallel ranks. If None, it is the world size.
+        records: Whether this process writes its micro-batches. Let one process of each data-parallel rank do so.
+        layout: Sizes such as `{"tensor": 2, "context": 2}`.
+        counts: Numbers that the stack divides by, with names, such as `{"num_items_in_batch": 812}`.
+        layers: Whether to record outputs of layers in the first micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        loss: Mapping[str, Any] | None = None,
+        *,
+        model_path: str | None = None,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+        records: bool = True,
+        layout: Mapping[str, int] | None = None,
+        counts: Mapping[str, float] | None = None,
+        layers: bool = True,
+    ) -> None:
+        parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._world_rank = torch.distributed.get_rank() if parallel else rank or 0
+        self._model = model
+        self._folder = Path(folder)
+        self._rank = rank if rank is not None else self._world_rank
+        self._num_ranks = num_ranks or (torch.distributed.get_world_size() if parallel else 1)
+        self._records = records
+        self._facts: dict[str, Any] = {
+            "format": FORMAT,
+            "loss": {"name": "cross_entropy", "reduction": "token_mean", **(loss or {})},
+            "num_ranks": self._num_ranks,
+            "layout": dict(layout or {}),
+            "counts": {name: float(count) for name, count in (counts or {}).items()},
+            "model_path": model_path,
+        }
+        self._tensors: dict[str, Tensor] = {}
+        self._num_batches = 0
+        self._hooks = [
+            layer.register_forward_hook(self._keep_output(f"layer.{index}"))
+            for index, layer in enumerate(_layers(model) if layers else [])
+        ]
+
+    def micro_batch(self, **columns: Any) -> None:
+        """Record the columns of the next micro-batch, as the model gets them.
+
+        Args:
+            **columns: Tensors [rows, length], or lists of such rows. Columns that are None are left out.
+                `input_ids`: tokens. `labels`: -100 where there is no loss, else the token at the same position
+                (Hugging Face) or the next token (`loss["labels"] = "next"`). `loss_mask`: 1 where there is loss,
+                instead of labels. `attention_mask`: 0 on padding. `position_ids`, `segment_ids`: for packed rows, in
+                which positions restart or segments differ. `advantages`: [rows] or [rows, length].
+                `old_logprobs`, `reference_logprobs`: of the token at the same position; for DPO, [rows] sums of the
+                reference. `pair`, `chosen`: [rows], the number of the pair, and whether the row is the chosen one.
+
+        Raises:
+            ValueError: If a column has an unknown name.
+        """
+        unknown = sorted(set(columns) - set(COLUMNS))
+        if unknown:
+            raise ValueError(f"micro_batch: unknown columns {', '.join(unknown)}. Columns: {', '.join(COLUMNS)}.")
+        for name, value in columns.items():
+            if value is not None:
+                self._tensors[f"{self._num_batches}.{name}"] = torch.as_tensor(value).detach().cpu().clone()
+        self._num_batches += 1
+
+    def save(self, gradients: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None, *, norms: bool = False) -> Path:
+        """Write the dump after the last backward pass, before gradients are clipped and weights change.
+
+        Args:
+            gradients: Gradients by their Hugging Face names, for models with other names. If None, they are read
+                from `.grad` (or Megatron's `.main_grad`) of the model's parameters.
+            norms: Whether to write only norms of gradients, which need almost no space and still show most bugs.
+
+        Returns:
+            The folder.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._records:
+            write_safetensors(self._folder / f"rank-{self._rank}.safetensors", self._tensors)
+        named = _gradients(self._model) if gradients is None else dict(gradients).items()
+        found = {name: whole for name, value in named if (whole := _whole(value, self._world_rank == 0)) is not None}
+        parameters = dict(self._model.named_parameters())
+        weights: dict[str, Tensor] = {}
+        if self._facts["model_path"] is None:
+            kept = set(self._model.state_dict())
+            held = {**parameters, **{name: value for name, value in self._model.named_buffers() if name in kept}}
+            whole = {clean_name(name): _whole(value, self._world_rank == 0) for name, value in held.items()}
+            weights = {name: value for name, value in whole.items() if value is not None}
+        if self._world_rank == 0:
+            self._write(found, weights, parameters, norms)
+        return self._folder
+
+    def _write(
+        self, gradients: dict[str, Tensor], weights: dict[str, Tensor], parameters: dict[str, nn.Parameter], norms: bool
+    ) -> None:
+        if norms:
+            gradients = {name: value.double().norm().reshape(1) for name, value in gradients.items()}
+        write_safetensors(self._folder / "gradients.safetensors", gradients)
+        outputs = [value.dtype for name, value in self._tensors.items() if name.startswith("layer.")]
+        weight_dtype = next(iter(parameters.values())).dtype
+        self._facts |= {
+            "norms": norms,
+            "weight_dtype": _name(weight_dtype),
+            "dtype": _name(outputs[0] if outputs else weight_dtype),
+            "tf32": next(iter(parameters.values())).is_cuda and torch.get_float32_matmul_precision() != "highest",
+            "torch": torch.__version__,
+        }
+        if weights:
+            self._save_model(weights)
+        (self._folder / "dump.json").write_text(json.dumps(self._facts, indent=2))
+
+    def _save_model(self, weights: dict[str, Tensor]) -> None:
+        model: Any = self._model
+        while not hasattr(model, "config") and hasattr(model, "module"):
+            model = model.module
+        if not hasattr(model, "save_pretrained"):
+            raise ValueError(
+                "The model has no save_pretrained, so its weights cannot be written as a Hugging Face folder. Give "
+                "model_path, a folder with a config.json and the same weights."
+            )
+        model = getattr(model, "_orig_mod", model)
+        model.save_pretrained(self._folder / "model", state_dict=weights)
+
+    def _keep_output(self, key: str) -> Any:
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if key not in self._tensors and torch.is_grad_enabled() and type(hidden) is Tensor:
+                self._tensors[key] = hidden.detach().cpu().clone()
+
+        return keep
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, value in tensors.items():
+        start, end = end, end + value.numel() * value.element_size()
+        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in tensors.values():
+            file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+        if gradient is not None:
+            yield clean_name(name), gradient
+
+
+def _whole(value: Tensor, keeps: bool) -> Tensor | None:
+    # Every process must take part in gathering a DTensor.
+    gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return gathered.detach().cpu() if keeps else None
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the list with the most weights, which are the layers in all common models."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    largest = max(lists, key=lambda found: sum(value.numel() for value in found.parameters()), default=None)
+    if largest is None:
+        return []
+    return list(largest.values() if isinstance(largest, nn.ModuleDict) else largest)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
