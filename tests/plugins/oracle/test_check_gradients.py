@@ -68,3 +68,18 @@ def test_a_right_stack_gets_a_clean_bill(name: str, dtype: torch.dtype, tmp_path
     print(name, dtype, verdict.noise, verdict.departure.total, verdict.departure.excess, verdict.departure.worst, verdict.layer)
     assert verdict.is_clean
     assert verdict.layer == ""
+
+
+def test_a_wrong_loop_is_named(tmp_path: Path) -> None:
+    model = model_of("qwen3")
+    found = batches()
+    recorder = GradientRecorder(model, tmp_path)
+    for batch in found:
+        recorder.micro_batch(**batch)
+        (model(**batch).loss / len(found)).backward()
+    recorder.save()
+    verdict = dumped(tmp_path)
+    from spurline_oracle.command import report
+    print(report(verdict))
+    for e in verdict.explanations + verdict.others: print(f"{e.departure.total:.2e} {e.departure.excess:.2e} {e.title}")
+    assert verdict.explanations[0].name.startswith("mean of means")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -42,6 +41,20 @@ class Stretch:
     mask: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """The gradients that a mistake would make.
+
+    name: of the mistake. words: what it is, and where to look. ratio: the number of tokens that it learns, relative to
+    the right number, since a stack may still divide by the right one.
+    """
+
+    name: str
+    words: str
+    gradients: Gradients
+    ratio: float = 1.0
+
+
 Reading = Callable[[Row, int], Iterable[Stretch]]
 """How a row is cut into stretches."""
 
@@ -58,7 +71,7 @@ class Reference:
     dump: Dump
     device: Literal["auto", "cpu", "cuda"] = "auto"
     noise_of: tuple[str, str] | None = None
-    _cache: dict[str, Any] = field(default_factory=dict[str, Any])
+    _reading: list[Stretch] = field(default_factory=list[Stretch])
 
     @cached_property
     def profile(self) -> Any:
@@ -94,7 +107,6 @@ class Reference:
         by_labels: bool = False,
         settings: Mapping[str, Any] | None = None,
         numbers: Callable[[Row], dict[str, Tensor]] | None = None,
-        changed: AbstractContextManager[object] | None = None,
     ) -> Gradients:
         """Return the gradient of the batch.
 
@@ -105,7 +117,6 @@ class Reference:
             by_labels: Whether targets are what labels say, instead of the tokens of the row.
             settings: Settings of the loss that replace those of the dump.
             numbers: A function that returns the columns of a row which the loss reads, if they differ.
-            changed: A context in which the model computes.
         """
         loss = {**self.dump.loss, **(settings or {})}
         weights = self.weights if weights is None else weights
@@ -116,15 +127,18 @@ class Reference:
                     key = (row.rank, row.micro_batch, row.pair) if loss["name"] == "dpo" else len(units)
                     units.setdefault(key, []).append(stretch)
         self.causal.zero_grad(set_to_none=True)
-        with changed or nullcontext():
-            for stretches in units.values():
-                terms = [self._terms(stretch, weights, loss, offset, by_labels, numbers) for stretch in stretches]
-                total = self._pair(stretches, terms, loss) if loss["name"] == "dpo" else terms[0][0]
-                total.backward()
+        for stretches in units.values():
+            terms = [self._terms(stretch, weights, loss, offset, by_labels, numbers) for stretch in stretches]
+            total = self._pair(terms, loss, numbers) if loss["name"] == "dpo" else terms[0][0]
+            total.backward()
         named = self.causal.named_parameters()
         found = {name: _host(value.grad) for name, value in named if value.grad is not None}
         self.causal.zero_grad(set_to_none=True)
         return found
+
+    def reading_now(self) -> Stretch:
+        """Return what the model is reading, for hooks that run in its forward pass."""
+        return self._reading[-1]
 
     def layers(self) -> list[Tensor]:
         """Return the outputs of layers [rows, length, hidden] for the rows of the first micro-batch; 0 on padding."""
@@ -150,6 +164,7 @@ class Reference:
         inputs = {"input_ids": tokens[None].to(device), "attention_mask": mask[None].to(device), "use_cache": False}
         if stretch.positions is not None and "position_ids" in inspect.signature(self.causal.forward).parameters:
             inputs["position_ids"] = stretch.positions[None].to(device)
+        self._reading[:] = [stretch]
         with self.profile.computing():
             return self.causal(**inputs).logits[0]
 
@@ -170,17 +185,18 @@ class Reference:
         weight = weights[stretch.row][predicted].to(device, wide)
         found = {name: value[predicted].to(device, wide) for name, value in (numbers or _own_numbers)(row).items()}
         if loss["name"] == "dpo":
-            return (logprobs * (weight > 0)).sum(), weight.max(), row
+            counted = (weight > 0).to(wide)
+            return (logprobs * counted).sum() / (counted.sum() if loss.get("averages") else 1), weight.max(), row
         if loss["name"] == "policy" and "advantages" not in found:
             raise DataError("The loss `policy` needs the column advantages.")
         return (token_losses(loss, logprobs, found) * weight).sum(), weight.max(), row
 
-    def _pair(self, stretches: list[Stretch], terms: list[tuple[Tensor, Tensor, Row]], loss: dict[str, Any]) -> Tensor:
+    def _pair(self, terms: list[tuple[Tensor, Tensor, Row]], loss: dict[str, Any], numbers: Any) -> Tensor:
         if len(terms) != 2 or len({row.chosen for _, _, row in terms}) != 2:
             raise DataError("Each number in the column pair must be that of one chosen and one rejected row.")
         margin: Any = 0
         for logprobs, _, row in terms:
-            reference = row.numbers.get("reference_logprobs")
+            reference = (numbers or _own_numbers)(row).get("reference_logprobs")
             of_reference = 0.0 if reference is None else float(reference[0])
             margin = margin + (1 if row.chosen else -1) * (logprobs - of_reference)
         return torch.maximum(terms[0][1], terms[1][1]) * pair_loss(loss, margin)

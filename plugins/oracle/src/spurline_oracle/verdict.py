@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from spurline.errors import DataError, listing
-from spurline_oracle.comparison import ALLOWANCE, Departure, Noise, compare, norms_of, scale
+from spurline_oracle.comparison import ALLOWANCE, Departure, Noise, compare, norm, norms_of, scale
 from spurline_oracle.dump import Dump
-from spurline_oracle.hypotheses import HYPOTHESES, Prediction
+from spurline_oracle.hypotheses import HYPOTHESES
 from spurline_oracle.losses import check_settings
 from spurline_oracle.scales import Scale, scales_of
-from spurline_oracle.truth import Gradients, Reference
+from spurline_oracle.truth import Gradients, Prediction, Reference
 
 _SAME = 0.3
 """The excess below which a hypothesis is too close to the truth on this batch to be told from it."""
@@ -89,7 +89,7 @@ def judge(dump: Dump, device: Literal["auto", "cpu", "cuda"] = "auto") -> Verdic
         return Verdict(dump, noise, departure, factor, layer, missing=missing)
     tried = [
         explanation
-        for prediction in [Prediction("", "", reference.truth), *_predictions(reference)]
+        for prediction in _predictions(reference)
         if (explanation := _tried(prediction, gradients, truth, noise, dump, shown)) is not None
     ]
     tried.sort(key=lambda each: (not each.explains, each.departure.total * (2 if each.scale and each.name else 1)))
@@ -97,8 +97,11 @@ def judge(dump: Dump, device: Literal["auto", "cpu", "cuda"] = "auto") -> Verdic
     return Verdict(dump, noise, departure, factor, layer, found, [each for each in tried if not each.explains], missing)
 
 
-def _predictions(reference: Reference) -> Sequence[Prediction]:
-    return [prediction for hypothesis in HYPOTHESES for prediction in hypothesis(reference)]
+def _predictions(reference: Reference) -> Iterator[Prediction]:
+    # Without a name, it is the truth, which may be scaled. Each prediction is dropped before the next one is made.
+    yield Prediction("", "", reference.truth)
+    for hypothesis in HYPOTHESES:
+        yield from hypothesis(reference)
 
 
 def _tried(
@@ -108,11 +111,16 @@ def _tried(
     plain = compare(gradients, predicted, noise)
     factor = scale(gradients, predicted)
     options = [(plain, None)] if prediction.name else []
-    for one in scales_of(dump):
+    known = scales_of(dump)
+    if abs(prediction.ratio - 1) > 1e-9:
+        known.append(Scale(prediction.ratio, "the right count of tokens", "The normalizer is that of the right tokens."))
+    for one in known:
         if abs(factor / one.value - 1) < max(2 * noise.overall, 1e-5):
             options.append((compare(gradients, predicted, noise, one.value), one))
     if not prediction.name and not options:
-        one = Scale(factor, f"{factor:.6g}", "No number that was recorded has this value.")
+        size = norm(gradients)
+        hint = "Their norm is 1: were they recorded after clipping?" if abs(size - 1) < 1e-3 else ""
+        one = Scale(factor, f"{factor:.6g}", hint or "No number of the batch explains it. Give the recorder `counts`.")
         options.append((compare(gradients, predicted, noise, factor), one))
     if prediction.name and compare(predicted, truth, noise).excess < _SAME:
         return None
