@@ -60,12 +60,15 @@ def parts_lost(reference: Reference) -> Iterable[Prediction]:
         kept.append(("only the last micro-batch", words, lambda row: row.micro_batch == num_batches - 1))
         kept.append(("the last micro-batch lost", words, lambda row: row.micro_batch < num_batches - 1))
         kept.append(("only the first micro-batch", words, lambda row: row.micro_batch == 0))
-    if len(reference.dump.ranks) > 1:
-        words = "Gradients were not reduced over data-parallel ranks."
-        kept.append(("only the first rank", words, lambda row: row.rank == 0))
     for name, words, keeps in kept:
         weights = [weight * keeps(row) for weight, row in zip(reference.weights, rows, strict=True)]
         yield Prediction(name, words, reference.gradient(weights))
+    ranks = reference.dump.facts["num_ranks"]
+    # Stacks that average gradients over ranks multiply losses by the number of ranks before.
+    for factor in (ranks, 1) if ranks > 1 else ():
+        weights = [weight * factor * (row.rank == 0) for weight, row in zip(reference.weights, rows, strict=True)]
+        words = "Those of the other data-parallel ranks were not added."
+        yield Prediction("only the gradients of the first rank", words, reference.gradient(weights))
 
 
 def amplified(reference: Reference) -> Iterable[Prediction]:

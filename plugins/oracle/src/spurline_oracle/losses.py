@@ -10,6 +10,7 @@ Token losses are summed with weights; the reduction sets the weights. DPO joins 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ SETTINGS = ("name", "reduction", "temperature", "labels", "beta", "clip_low", "c
 _REDUCTIONS = ("token_mean", "sequence_mean", "sum")
 
 
-def check_settings(loss: Mapping[str, Any]) -> None:
-    """Raise DataError if the loss of a dump has a name, reduction or setting that is not known."""
+def check_loss(dump: Dump) -> None:
+    """Raise DataError if the loss of a dump is not known, or its batch lacks a column that it needs."""
+    loss, rows = dump.loss, dump.rows
     if loss["name"] not in NAMES:
         raise DataError(f"loss.name is {loss['name']!r}. Losses: {', '.join(NAMES)}.")
     unknown = sorted(set(loss) - set(SETTINGS))
@@ -33,6 +35,18 @@ def check_settings(loss: Mapping[str, Any]) -> None:
         raise DataError(f"loss has unknown settings {', '.join(unknown)}. Settings: {', '.join(SETTINGS)}.")
     if isinstance(loss["reduction"], str) and loss["reduction"] not in _REDUCTIONS:
         raise DataError(f"loss.reduction is {loss['reduction']!r}. Give {', '.join(_REDUCTIONS)} or a number.")
+    needed = {"policy": ["advantages"] + ["reference_logprobs"] * bool(loss.get("kl"))}.get(loss["name"], [])
+    missing = [name for name in needed if any(name not in row.numbers for row in rows)]
+    if missing:
+        raise DataError(f"The loss `{loss['name']}` needs the columns {', '.join(missing)}. Give them to micro_batch.")
+    if loss["name"] == "dpo":
+        sides = Counter((row.rank, row.micro_batch, row.pair) for row in rows)
+        both = {(row.rank, row.micro_batch, row.pair, row.chosen) for row in rows}
+        if None in {row.pair for row in rows} or set(sides.values()) != {2} or len(both) != len(rows):
+            raise DataError(
+                "The loss `dpo` needs the columns pair and chosen: each number in pair stands for two rows of a "
+                "micro-batch, the chosen one and the rejected one."
+            )
 
 
 def normalized(dump: Dump, asked: Sequence[Tensor], reduction: Any = None, among: Sequence[int] | None = None) -> list[Tensor]:

@@ -113,9 +113,10 @@ class GradientRecorder:
         }
         self._tensors: dict[str, Tensor] = {}
         self._num_batches = 0
+        self._computed: torch.dtype | None = None
         self._hooks = [
-            layer.register_forward_hook(self._keep_output(f"layer.{index}"))
-            for index, layer in enumerate(_layers(model) if layers else [])
+            layer.register_forward_hook(self._watch(f"layer.{index}" if layers else ""))
+            for index, layer in enumerate(_layers(model))
         ]
 
     def micro_batch(self, **columns: Any) -> None:
@@ -176,12 +177,11 @@ class GradientRecorder:
         if norms:
             gradients = {name: value.double().norm().reshape(1) for name, value in gradients.items()}
         write_safetensors(self._folder / "gradients.safetensors", gradients)
-        outputs = [value.dtype for name, value in self._tensors.items() if name.startswith("layer.")]
         weight_dtype = next(iter(parameters.values())).dtype
         self._facts |= {
             "norms": norms,
             "weight_dtype": _name(weight_dtype),
-            "dtype": _name(outputs[0] if outputs else weight_dtype),
+            "dtype": _name(self._computed or weight_dtype),
             "tf32": next(iter(parameters.values())).is_cuda and torch.get_float32_matmul_precision() != "highest",
             "torch": torch.__version__,
         }
@@ -201,13 +201,18 @@ class GradientRecorder:
         model = getattr(model, "_orig_mod", model)
         model.save_pretrained(self._folder / "model", state_dict=weights)
 
-    def _keep_output(self, key: str) -> Any:
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+    def _watch(self, key: str) -> Any:
+        def see(module: nn.Module, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            if key not in self._tensors and torch.is_grad_enabled() and type(hidden) is Tensor:
+            if not torch.is_grad_enabled() or type(hidden) is not Tensor:
+                return
+            kind = hidden.device.type
+            # Under autocast, sums over layers stay in fp32.
+            self._computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+            if key and key not in self._tensors:
                 self._tensors[key] = hidden.detach().cpu().clone()
 
-        return keep
+        return see
 
 
 def clean_name(name: str) -> str:

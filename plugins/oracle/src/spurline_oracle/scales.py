@@ -25,7 +25,7 @@ def scales_of(dump: Dump) -> list[Scale]:
     counts = {
         "micro-batches": batches,
         "ranks": ranks,
-        "micro-batches on all ranks": batches * ranks,
+        **({"micro-batches on all ranks": batches * ranks} if ranks > 1 < batches else {}),
         **{f"{name} ranks": size for name, size in dump.facts["layout"].items()},
         **{f"your count {name}": count for name, count in dump.facts["counts"].items()},
     }

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
-from spurline.errors import DataError
 from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import load_model
@@ -187,19 +186,17 @@ class Reference:
         if loss["name"] == "dpo":
             counted = (weight > 0).to(wide)
             return (logprobs * counted).sum() / (counted.sum() if loss.get("averages") else 1), weight.max(), row
-        if loss["name"] == "policy" and "advantages" not in found:
-            raise DataError("The loss `policy` needs the column advantages.")
         return (token_losses(loss, logprobs, found) * weight).sum(), weight.max(), row
 
     def _pair(self, terms: list[tuple[Tensor, Tensor, Row]], loss: dict[str, Any], numbers: Any) -> Tensor:
-        if len(terms) != 2 or len({row.chosen for _, _, row in terms}) != 2:
-            raise DataError("Each number in the column pair must be that of one chosen and one rejected row.")
         margin: Any = 0
         for logprobs, _, row in terms:
-            reference = (numbers or _own_numbers)(row).get("reference_logprobs")
-            of_reference = 0.0 if reference is None else float(reference[0])
-            margin = margin + (1 if row.chosen else -1) * (logprobs - of_reference)
-        return torch.maximum(terms[0][1], terms[1][1]) * pair_loss(loss, margin)
+            margin = margin + (1 if row.chosen else -1) * logprobs
+        for row in {id(row): row for _, _, row in terms}.values():
+            of_reference = (numbers or _own_numbers)(row).get("reference_logprobs")
+            if of_reference is not None:
+                margin = margin - (1 if row.chosen else -1) * float(of_reference[0])
+        return torch.stack([weight for _, weight, _ in terms]).max() * pair_loss(loss, margin)
 
 
 class hidden_states:  # noqa: N801

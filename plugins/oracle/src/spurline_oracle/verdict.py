@@ -13,7 +13,7 @@ from spurline.errors import DataError, listing
 from spurline_oracle.comparison import ALLOWANCE, Departure, Noise, compare, norm, norms_of, scale
 from spurline_oracle.dump import Dump
 from spurline_oracle.hypotheses import HYPOTHESES
-from spurline_oracle.losses import check_settings
+from spurline_oracle.losses import check_loss
 from spurline_oracle.scales import Scale, scales_of
 from spurline_oracle.truth import Gradients, Prediction, Reference
 
@@ -38,7 +38,7 @@ class Explanation:
     @property
     def title(self) -> str:
         """The name, with the factor if there is one."""
-        if self.scale is None:
+        if self.scale is None or not self.scale.text:
             return self.name
         return f"scaled by {self.scale.text}" if not self.name else f"{self.name}, scaled by {self.scale.text}"
 
@@ -74,7 +74,7 @@ def judge(dump: Dump, device: Literal["auto", "cpu", "cuda"] = "auto") -> Verdic
         DataError: If the dump cannot be judged.
         ModelError: If its model cannot be loaded.
     """
-    check_settings(dump.loss)
+    check_loss(dump)
     reference = Reference(dump, device)
     noisy = Reference(dump, device, (dump.facts["weight_dtype"], dump.facts["dtype"]))
     shown = norms_of if dump.facts["norms"] else dict[str, Tensor]
@@ -113,7 +113,7 @@ def _tried(
     options = [(plain, None)] if prediction.name else []
     known = scales_of(dump)
     if abs(prediction.ratio - 1) > 1e-9:
-        known.append(Scale(prediction.ratio, "the right count of tokens", "The normalizer is that of the right tokens."))
+        known.append(Scale(prediction.ratio, "", "The normalizer is that of the right tokens."))
     for one in known:
         if abs(factor / one.value - 1) < max(2 * noise.overall, 1e-5):
             options.append((compare(gradients, predicted, noise, one.value), one))
