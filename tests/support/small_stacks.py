@@ -107,7 +107,8 @@ def policy(
     """Train with DAPO's loss: clipped ratios, a KL term, one normalizer for all micro-batches."""
     model, found = model_of("qwen3"), batches()
     total = num_learned(found)
-    recorder = GradientRecorder(model, folder, loss=POLICY, counts=counts)
+    recorder = GradientRecorder(model, folder, loss=POLICY)
+    recorder.counts(**(counts or {}))
     generator = torch.Generator().manual_seed(5)
     for batch in found:
         ids, mask = batch["input_ids"], (batch["labels"] != IGNORED).float()

@@ -78,7 +78,6 @@ class GradientRecorder:
         num_ranks: The number of data-parallel ranks. If None, it is the world size.
         records: Whether this process writes its micro-batches. Let one process of each data-parallel rank do so.
         layout: Sizes such as `{"tensor": 2, "context": 2}`.
-        counts: Numbers that the stack divides by, with names, such as `{"num_items_in_batch": 812}`.
         layers: Whether to record outputs of layers in the first micro-batch.
     """
 
@@ -93,7 +92,6 @@ class GradientRecorder:
         num_ranks: int | None = None,
         records: bool = True,
         layout: Mapping[str, int] | None = None,
-        counts: Mapping[str, float] | None = None,
         layers: bool = True,
     ) -> None:
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -108,7 +106,7 @@ class GradientRecorder:
             "loss": {"name": "cross_entropy", "reduction": "token_mean", **(loss or {})},
             "num_ranks": self._num_ranks,
             "layout": dict(layout or {}),
-            "counts": {name: float(count) for name, count in (counts or {}).items()},
+            "counts": {},
             "model_path": model_path,
         }
         self._tensors: dict[str, Tensor] = {}
@@ -141,6 +139,10 @@ class GradientRecorder:
             if value is not None:
                 self._tensors[f"{self._num_batches}.{name}"] = torch.as_tensor(value).detach().cpu().clone()
         self._num_batches += 1
+
+    def counts(self, **counts: float) -> None:
+        """Record numbers that the stack divides by. If the gradient is scaled, one of them may explain it."""
+        self._facts["counts"] |= {name: float(count) for name, count in counts.items()}
 
     def save(self, gradients: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None, *, norms: bool = False) -> Path:
         """Write the dump after the last backward pass, before gradients are clipped and weights change.
@@ -213,6 +215,82 @@ class GradientRecorder:
                 self._tensors[key] = hidden.detach().cpu().clone()
 
         return see
+
+
+def record_trainer(trainer: Any, folder: str | Path, loss: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Record the first update of a Hugging Face `Trainer`, such as TRL's SFTTrainer and GRPOTrainer.
+
+    Call it before `trainer.train()`. The dump is complete when the first update is made.
+
+    Args:
+        trainer: The trainer.
+        folder: The folder of the dump.
+        loss: Settings of the loss. If None, they are those of a GRPOTrainer's arguments, or cross entropy averaged
+            over tokens.
+        **options: Further arguments of `GradientRecorder`.
+    """
+    recorder: GradientRecorder | None = None
+    compute_loss, training_step = trainer.compute_loss, trainer.training_step
+
+    def record_loss(model: nn.Module, inputs: Mapping[str, Any], *rest: Any, **named: Any) -> Any:
+        columns = grpo_columns(inputs) if "completion_ids" in inputs else inputs
+        if recorder is not None:
+            recorder.micro_batch(**{name: columns[name] for name in COLUMNS if name in columns})
+            counts = {"num_items_in_batch": inputs.get("num_items_in_batch", named.get("num_items_in_batch"))}
+            recorder.counts(**{name: float(value) for name, value in counts.items() if value is not None})
+        return compute_loss(model, inputs, *rest, **named)
+
+    def step(model: nn.Module, inputs: Any, *rest: Any, **named: Any) -> Any:
+        nonlocal recorder
+        if recorder is None:
+            own = {**_trl_loss(trainer.args), **(loss or {})}
+            recorder = GradientRecorder(model, folder, own, **options)
+            recorder.counts(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
+        result = training_step(model, inputs, *rest, **named)
+        if trainer.accelerator.sync_gradients:
+            recorder.save()
+            trainer.compute_loss, trainer.training_step = compute_loss, training_step
+        return result
+
+    trainer.compute_loss, trainer.training_step = record_loss, step
+
+
+def grpo_columns(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a batch of TRL's GRPOTrainer, whose prompts are padded left, and completions right."""
+    prompts, completions = inputs["prompt_ids"], inputs["completion_ids"]
+    learned = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+
+    def whole(value: Tensor) -> Tensor:
+        return torch.cat([value.new_zeros(len(value), prompts.shape[1]), value], dim=1)
+
+    columns = {
+        "input_ids": torch.cat([prompts, completions], dim=1),
+        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        "loss_mask": whole(learned),
+        "advantages": inputs["advantages"] if inputs["advantages"].dim() == 1 else whole(inputs["advantages"]),
+    }
+    for name, given in (("old_logprobs", "old_per_token_logps"), ("reference_logprobs", "ref_per_token_logps")):
+        if inputs.get(given) is not None:
+            columns[name] = whole(inputs[given])
+    return columns
+
+
+def _trl_loss(arguments: Any) -> dict[str, Any]:
+    """Return the settings of the loss of TRL's arguments."""
+    if not hasattr(arguments, "epsilon"):
+        return {}
+    reductions = {"dapo": "token_mean", "grpo": "sequence_mean"}
+    if arguments.loss_type not in reductions:
+        raise ValueError(f"loss_type {arguments.loss_type} is none of {', '.join(reductions)}, which can be checked.")
+    low = arguments.epsilon
+    return {
+        "name": "policy",
+        "reduction": reductions[arguments.loss_type],
+        "clip_low": low,
+        "clip_high": low if arguments.epsilon_high is None else arguments.epsilon_high,
+        "kl": arguments.beta,
+        "temperature": arguments.temperature,
+    }
 
 
 def clean_name(name: str) -> str:
