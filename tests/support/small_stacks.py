@@ -49,7 +49,11 @@ def packed(batch: Batch) -> Batch:
     """Return the sequences of a padded micro-batch in one row, as packing without padding makes it."""
     kept = batch["attention_mask"].bool()
     positions = (batch["attention_mask"].cumsum(-1) - 1)[kept]
-    return {"input_ids": batch["input_ids"][kept][None], "labels": batch["labels"][kept][None], "position_ids": positions[None]}
+    return {
+        "input_ids": batch["input_ids"][kept][None],
+        "labels": batch["labels"][kept][None],
+        "position_ids": positions[None],
+    }
 
 
 def num_learned(found: list[Batch]) -> int:
@@ -143,7 +147,7 @@ def dpo(folder: Path, of_reference: float = 1.0) -> None:
 
 def ranks(folder: Path, local_counts: bool, reduces: bool = True) -> None:
     """Train on two data-parallel ranks, whose gradients are averaged as DDP and FSDP do it."""
-    found = batches(lengths=((9, 14), (20, 6), (11, 5), (4, 8)))
+    found = batches(lengths=((9, 14), (20, 16), (11, 5), (14, 8)))
     models = [model_of("llama"), model_of("llama")]
     recorders = [GradientRecorder(model, folder, rank=rank, num_ranks=2) for rank, model in enumerate(models)]
     for rank in (0, 1):
@@ -296,7 +300,9 @@ def inputs_not_summed(folder: Path) -> None:
             if rank == 0:
                 recorder.micro_batch(**batch)
             model(**batch, num_items_in_batch=num_learned(found)).loss.backward()
-        of_ranks.append({name.replace(".layer.weight", ".weight"): value.grad for name, value in model.named_parameters()})
+        of_ranks.append(
+            {name.replace(".layer.weight", ".weight"): value.grad for name, value in model.named_parameters()}
+        )
     gradients = {}
     for name, value in of_ranks[0].items():
         axis = 1 if "o_proj" in name or "down_proj" in name else 0 if "_proj" in name else None
@@ -352,7 +358,20 @@ RIGHT: dict[str, Any] = {
     "two ranks": lambda folder: ranks(folder, local_counts=False),
 }
 
+
+def not_shifted(folder: Path) -> None:
+    model, found = model_of("llama"), batches()
+    recorder = GradientRecorder(model, folder)
+    for batch in found:
+        recorder.micro_batch(**batch)
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        losses = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+        (losses / num_learned(found)).backward()
+    recorder.save()
+
+
 WRONG: dict[str, tuple[Any, str]] = {
+    "logits compared with the tokens that were read": (not_shifted, "labels not shifted"),
     "each micro-batch averaged by itself": (mean_of_means, "mean of means over micro-batches"),
     "ms-swift #10117: divided by accumulation steps again": (
         lambda folder: policy(folder, divide=3),
@@ -381,7 +400,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         norms_not_summed,
         "missing tensor-parallel sum of the gradients of norms (2 ranks)",
     ),
-    "backward of column-parallel layers": (inputs_not_summed, "missing tensor-parallel sum behind the layers (2 ranks)"),
+    "backward of column-parallel layers": (
+        inputs_not_summed,
+        "missing tensor-parallel sum behind the layers (2 ranks)",
+    ),
     "zero_grad in the loop, norms alone": (not_accumulated, "only the last micro-batch"),
     "temperature forgotten": (lambda folder: policy(folder, temperature=1.0), "temperature missing"),
     "old log-probabilities misaligned": (

@@ -45,7 +45,7 @@ def report(verdict: Verdict) -> str:
     if verdict.layer is not None:
         lines.append(f"forward     {verdict.layer or 'outputs of all layers agree (first micro-batch)'}")
     if verdict.missing:
-        lines.append(f"unchecked   {len(verdict.missing)} parameters without gradients: {', '.join(verdict.missing[:3])}")
+        lines.append(f"unchecked   {len(verdict.missing)} parameters have no gradient, such as {verdict.missing[0]}")
     if verdict.is_clean:
         return "\n".join([*lines, "", "The gradients are right, up to noise."])
     lines += ["", "The gradients are wrong."]

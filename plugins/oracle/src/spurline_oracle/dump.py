@@ -50,12 +50,12 @@ class Row:
 
     @property
     def valid(self) -> Tensor:
-        """Whether each token is no padding: bool [length]."""
+        """Say for each token whether it is no padding: bool [length]."""
         return self.sample >= 0
 
     @cached_property
     def starts(self) -> Tensor:
-        """Whether each token is the first one of its sequence: bool [length]."""
+        """Say for each token whether it is the first one of its sequence: bool [length]."""
         before = torch.cat([torch.tensor([-1]), self.sample[:-1]])
         return self.valid & (self.sample != before)
 
@@ -114,7 +114,7 @@ class Dump:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds several sequences."""
+        """Say whether a row holds several sequences."""
         return any(len(row.ranges) > 1 for row in self.rows)
 
     def _groups(self, key: Any) -> list[list[int]]:
@@ -137,7 +137,7 @@ def read_dump(folder: Path) -> Dump:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise DataError(
             f"{folder} is not a complete dump of GradientRecorder: {error}. Each data-parallel rank writes "
-            "rank-N.safetensors, and the first process writes dump.json and gradients.safetensors, when it calls save()."
+            "rank-N.safetensors, and the first process dump.json and gradients.safetensors, when it calls save()."
         ) from error
     if facts.get("format") != FORMAT:
         raise DataError(f"{folder}/dump.json has format {facts.get('format')}, and this version reads {FORMAT}.")
@@ -149,7 +149,9 @@ def read_dump(folder: Path) -> Dump:
         for micro_batch in sorted(numbers):
             start = f"{micro_batch}."
             columns = {name.removeprefix(start): value for name, value in file.items() if name.startswith(start)}
-            rows += _rows(columns, rank, micro_batch, facts["loss"], f"{folder}, rank {rank}, micro-batch {micro_batch}")
+            rows += _rows(
+                columns, rank, micro_batch, facts["loss"], f"{folder}, rank {rank}, micro-batch {micro_batch}"
+            )
     if not any(bool(row.wanted.any()) for row in rows):
         raise DataError(f"{folder} has no token with loss. Record labels or loss_mask.")
     layers = [files[0][f"layer.{index}"] for index in range(len(files[0])) if f"layer.{index}" in files[0]]

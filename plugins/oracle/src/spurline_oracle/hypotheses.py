@@ -9,114 +9,90 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spurline_models.architecture import output_layer
-from spurline_oracle.dump import Dump, Row
-from spurline_oracle.losses import normalized
+from spurline_oracle.dump import Row
+from spurline_oracle.losses import mean_of_parts, normalized
 from spurline_oracle.parts import each_forward, embedding_name, without_weight_gradient
 from spurline_oracle.tensor_parallel import missing_sums_of_inputs, missing_sums_of_weights, scaled_kinds
-from spurline_oracle.truth import Gradients, Prediction, Reading, Reference, Stretch, each_sequence
+from spurline_oracle.truth import Prediction, Reading, Reference, Stretch, as_row, whole_row
 
 Hypothesis = Callable[[Reference], Iterable[Prediction]]
 
 
 def mean_of_means(reference: Reference) -> Iterable[Prediction]:
     """Normalize each micro-batch, or each rank, by its own count."""
-    dump = reference.dump
+    dump, wanted = reference.dump, reference.wanted
+    words = "Each was averaged by its own count, so tokens in short ones weigh more. Divide by the count of the update."
     for groups, name in ((dump.micro_batches, "micro-batches"), (dump.ranks, "ranks")):
         if len(groups) > 1:
-            parts = [normalized(dump, _wanted(dump), among=group) for group in groups]
-            weights = [sum(part) / len(groups) for part in zip(*parts, strict=True)]
-            yield Prediction(
-                f"mean of means over {name}",
-                f"The loss of each of the {name} was averaged by its own count, so learned tokens in short ones weigh "
-                "more. Divide the sums by the count of the whole update.",
-                reference.gradient(weights),
-            )
+            parts = [[each * (index in group) for index, each in enumerate(wanted)] for group in groups]
+            yield reference.predict(f"mean of means over {name}", words, mean_of_parts(dump, parts))
 
 
 def another_reduction(reference: Reference) -> Iterable[Prediction]:
     """Average over tokens instead of sequences, or over sequences instead of tokens."""
-    for reduction in {"token_mean", "sequence_mean"} - {reference.dump.loss["reduction"]}:
-        if reference.dump.loss["name"] != "dpo":
-            yield Prediction(
-                f"{reduction} instead of {reference.dump.loss['reduction']}",
-                "The loss was reduced in another way than the settings say.",
-                reference.gradient(normalized(reference.dump, _wanted(reference.dump), reduction)),
-            )
+    own = reference.dump.loss["reduction"]
+    if reference.dump.loss["name"] != "dpo":
+        for reduction in {"token_mean", "sequence_mean"} - {own}:
+            weights = normalized(reference.dump, reference.wanted, reduction)
+            yield reference.predict(f"{reduction} instead of {own}", "The settings say otherwise.", weights)
 
 
 def parts_lost(reference: Reference) -> Iterable[Prediction]:
-    """Use the gradients of one micro-batch, or of one rank, and lose those of the others."""
-    rows, num_batches = reference.dump.rows, max(row.micro_batch for row in reference.dump.rows) + 1
-    kept: list[tuple[str, str, Callable[[Row], bool]]] = []
-    if num_batches > 1:
-        words = "Gradients were not accumulated: is zero_grad inside the loop, or are they overwritten?"
-        kept.append(("only the last micro-batch", words, lambda row: row.micro_batch == num_batches - 1))
-        kept.append(("the last micro-batch lost", words, lambda row: row.micro_batch < num_batches - 1))
-        kept.append(("only the first micro-batch", words, lambda row: row.micro_batch == 0))
-    for name, words, keeps in kept:
-        weights = [weight * keeps(row) for weight, row in zip(reference.weights, rows, strict=True)]
-        yield Prediction(name, words, reference.gradient(weights))
-    ranks = reference.dump.facts["num_ranks"]
-    # Stacks that average gradients over ranks multiply losses by the number of ranks before.
-    for factor in (ranks, 1) if ranks > 1 else ():
-        weights = [weight * factor * (row.rank == 0) for weight, row in zip(reference.weights, rows, strict=True)]
-        words = "Those of the other data-parallel ranks were not added."
-        yield Prediction("only the gradients of the first rank", words, reference.gradient(weights))
-
-
-def amplified(reference: Reference) -> Iterable[Prediction]:
-    """Double what is accumulated with each micro-batch."""
-    rows, last = reference.dump.rows, max(row.micro_batch for row in reference.dump.rows)
+    """Use the gradients of some micro-batches, or of one rank, and lose or double those of the others."""
+    rows, ranks = reference.dump.rows, reference.dump.facts["num_ranks"]
+    last = max(row.micro_batch for row in rows)
+    overwritten = "Gradients were not accumulated: is zero_grad inside the loop, or are they overwritten?"
+    unreduced = "Those of the other data-parallel ranks were not added."
+    doubled = "What was accumulated before was added to itself with each micro-batch."
+    factors: list[tuple[str, str, Callable[[Row], float]]] = []
     if last > 0:
-        weights = [weight * 2.0 ** (last - row.micro_batch) for weight, row in zip(reference.weights, rows, strict=True)]
-        words = "What was accumulated before was added to itself with each micro-batch."
-        yield Prediction("accumulated gradients doubled with each micro-batch", words, reference.gradient(weights))
+        factors.append(("only the last micro-batch", overwritten, lambda row: row.micro_batch == last))
+        factors.append(("only the first micro-batch", overwritten, lambda row: row.micro_batch == 0))
+        factors.append(("the last micro-batch lost", overwritten, lambda row: row.micro_batch < last))
+        factors.append(("sums doubled with each micro-batch", doubled, lambda row: 2.0 ** (last - row.micro_batch)))
+    if ranks > 1:
+        # Stacks that average gradients over ranks multiply losses by the number of ranks before.
+        factors.append(("only the gradients of the first rank", unreduced, lambda row: ranks * (row.rank == 0)))
+        factors.append(("only the gradients of the first rank", unreduced, lambda row: row.rank == 0))
+    for name, words, factor in factors:
+        weights = [weight * factor(row) for weight, row in zip(reference.weights, rows, strict=True)]
+        yield reference.predict(name, words, weights)
 
 
 def wrong_tokens(reference: Reference) -> Iterable[Prediction]:
     """Learn tokens that are not to be learned, or leave out some that are."""
-    dump = reference.dump
-    wanted = _wanted(dump)
-    every = [row.valid.double() * ~row.starts for row in dump.rows]
-    yield _with_tokens(reference, "loss over prompts", "Prompts were not masked, so they were learned too.", every)
-    if any(not bool(row.valid.all()) for row in dump.rows):
-        words = "Padding was not masked in labels, so it was learned too."
-        after = [torch.cat([torch.zeros(1), torch.ones(len(row.tokens) - 1)]).double() for row in dump.rows]
-        for name, asked in (
-            ("loss over padding", [torch.where(row.valid, want, one) for row, want, one in zip(dump.rows, wanted, after, strict=True)]),
-            ("loss over prompts and padding", after),
-        ):
-            yield _with_tokens(reference, name, words, asked, as_row)
-    if any(bool((row.labels[row.asked > 0] != row.tokens[row.asked > 0]).any()) for row in dump.rows):
+    rows, wanted = reference.dump.rows, reference.wanted
+    every = [row.valid.double() * ~row.starts for row in rows]
+    yield reference.learning("loss over prompts", "Prompts were not masked.", every)
+    if not all(bool(row.valid.all()) for row in rows):
+        after = [torch.ones_like(each).index_fill(0, torch.tensor([0]), 0) for each in wanted]
+        padded = [torch.where(row.valid, want, one) for row, want, one in zip(rows, wanted, after, strict=True)]
+        for name, asked in (("loss over padding", padded), ("loss over prompts and padding", after)):
+            yield reference.learning(name, "Padding was not masked in the labels.", asked, as_row)
+    if any(bool((row.labels != row.tokens)[row.asked > 0].any()) for row in rows):
         words = (
-            "The labels of the dump do not name the tokens at their positions. If the stack shifts labels itself, they "
-            'must not be shifted before; if it does not, set loss["labels"] to "next" in the recorder.'
+            "Labels of the dump do not name the tokens at their positions. If the stack shifts labels itself, they must "
+            'not be shifted before. If it does not, give the recorder loss["labels"] = "next".'
         )
-        asked = [row.asked for row in dump.rows]
-        yield Prediction(
-            "labels do not fit the tokens", words, reference.gradient(normalized(dump, asked), as_row, by_labels=True)
-        )
-    edges = (
-        ("last token of each sequence dropped", "No loss was computed on it, such as the end-of-turn token.", -1, 0.0),
-        ("first learned token of each sequence dropped", "The mask begins one token too late.", 0, 0.0),
-        ("the last token of each prompt learned", "The mask begins one token too early.", 0, 1.0),
-    )
-    for name, words, edge, value in edges:
+        weights = normalized(reference.dump, [row.asked for row in rows])
+        yield reference.predict("labels do not fit the tokens", words, weights, as_row, by_labels=True)
+    for name, words, edge in (
+        ("last token of each sequence dropped", "No loss was computed on it, such as the end-of-turn token.", -1),
+        ("first learned token of each sequence dropped", "The mask begins one token too late.", 0),
+    ):
         asked = [want.clone() for want in wanted]
-        for row, each in zip(dump.rows, asked, strict=True):
+        for each, row in zip(asked, rows, strict=True):
             for found in row.ranges:
-                learned = (row.wanted[found.start : found.stop] > 0).nonzero().flatten() + found.start
-                if len(learned):
-                    each[learned[edge] - (1 if value else 0)] = value
-        asked = [each * ~row.starts for row, each in zip(dump.rows, asked, strict=True)]
-        yield _with_tokens(reference, name, words, asked)
+                learned = each[found.start : found.stop].nonzero().flatten() + found.start
+                each[learned[edge : edge + 1 or None]] = 0
+        yield reference.learning(name, words, asked)
 
 
 def wrong_targets(reference: Reference) -> Iterable[Prediction]:
@@ -125,103 +101,89 @@ def wrong_targets(reference: Reference) -> Iterable[Prediction]:
         (1, "labels shifted twice", "Logits were compared with the token after the next one."),
         (-1, "labels not shifted", "Logits were compared with the token that the model reads at the same position."),
     ):
-        # What decides whether there is a loss is the label that is compared.
-        asked = [_rolled(row.wanted, -offset) for row in reference.dump.rows]
-        ratio = _ratio(reference.dump, asked)
-        gradients = reference.gradient(normalized(reference.dump, asked), offset=offset)
-        yield Prediction(name, words, gradients, ratio)
+        # The label that is compared decides whether there is a loss.
+        asked = [want.roll(-offset) for want in reference.wanted]
+        for each in asked:
+            each[-1 if offset > 0 else 0] = 0
+        yield reference.learning(name, words, asked, offset=offset)
 
 
 def packing(reference: Reference) -> Iterable[Prediction]:
     """Let packed sequences see each other, or count positions on, or learn first tokens from the sequence before."""
-    dump = reference.dump
-    if not dump.is_packed:
+    if not reference.dump.is_packed:
         return
-    boundary = [row.wanted + row.starts * (torch.arange(len(row.tokens)) > 0) for row in dump.rows]
-    across = "Tokens saw the sequences before theirs in the packed row. Give attention the boundaries (cu_seqlens, a block-diagonal mask, or positions without an all-ones attention_mask)."
-    readings: list[tuple[str, str, Reading]] = [
-        ("attention across packed sequences", across, as_whole(restarts=True)),
-        ("attention across packed sequences, positions that go on", across, as_whole(restarts=False)),
-        ("positions that go on in packed rows", "Positions must restart with each sequence.", _counting_on),
-    ]
-    for name, words, reading in readings:
-        yield Prediction(name, words, reference.gradient(reading=reading))
-    edges = "The first token of a packed sequence was predicted from the sequence before it. Mask its label."
-    readings.insert(0, ("", "", each_sequence))
-    for name, words, reading in readings[:3]:
-        title = f"{name}, loss at boundaries" if name else "loss at boundaries of packed sequences"
-        yield _with_tokens(reference, title, f"{words} {edges}".strip(), boundary, reading)
+    words = (
+        "Tokens saw the sequences before theirs in the packed row. Give attention the boundaries: cu_seqlens, a "
+        "block-diagonal mask, or positions without an attention_mask of ones."
+    )
+    boundary = [row.wanted + row.starts * (torch.arange(len(row.tokens)) > 0) for row in reference.dump.rows]
+    across = "attention across packed sequences"
+    edges = "The first token of a packed sequence was predicted from the sequence before. Mask its label."
+    yield reference.learning("loss at boundaries of packed sequences", edges, boundary)
+    for name, reading in ((across, whole_row(True)), (f"{across}, positions that go on", whole_row(False))):
+        yield reference.predict(name, words, reading=reading)
+        yield reference.learning(f"{name}, loss at boundaries", f"{words} {edges}", boundary, reading)
+    name = "positions that go on in packed rows"
+    yield reference.predict(name, "Positions must restart with each sequence.", reading=_counting_on)
 
 
 def left_padding(reference: Reference) -> Iterable[Prediction]:
     """Let tokens see the padding before them, or count it in positions."""
-    if any(bool(row.valid.any()) and not bool(row.valid[0]) for row in reference.dump.rows):
+    if any(not bool(row.valid[0]) and bool(row.valid.any()) for row in reference.dump.rows):
         words = "The attention mask did not reach the model."
-        for restarts in (False, True):
-            name = "attention to padding" + (", with right positions" if restarts else "")
-            yield Prediction(name, words, reference.gradient(reading=as_whole(restarts)))
-        words = "Positions counted padding. Give the model position_ids that begin with the first token."
-        yield Prediction("positions that count padding", words, reference.gradient(reading=as_row))
+        yield reference.predict("attention to padding", words, reading=whole_row(False))
+        yield reference.predict("attention to padding, right positions", words, reading=whole_row(True))
+        words = "Give the model position_ids that begin with the first token."
+        yield reference.predict("positions that count padding", words, reading=as_row)
 
 
 def context_parallel(reference: Reference) -> Iterable[Prediction]:
     """Cut rows into parts, and lose what crosses the cuts."""
     dump = reference.dump
-    sizes = [dump.facts["layout"]["context"]] if "context" in dump.facts["layout"] else [2, 4]
-    for size, parts in [(size, size * turns) for size in sizes for turns in (1, 2)]:
-        how = f"{size} ranks" + (", zigzag" if parts != size else "")
-        asked = [row.wanted.clone() for row in dump.rows]
-        for each in asked:
-            each[[cut for cut in _cuts(len(each), parts) if cut < len(each)]] = 0
-        yield _with_tokens(
-            reference,
-            f"context-parallel boundary tokens lost ({how})",
-            "Labels were shifted within each part, so the first token of a part is never a target. Shift before cutting.",
-            asked,
-        )
-        if parts == size:
-            yield Prediction(
-                f"attention within context-parallel parts alone ({how})",
-                "Keys and values of other ranks did not reach attention.",
-                reference.gradient(reading=_in_parts(size)),
-            )
-        own = [_by_part(dump, size, parts, rank) for rank in range(size)]
-        weights = [sum(each) / size for each in zip(*(normalized(dump, part) for part in own), strict=True)]
-        words = "Each context-parallel rank divided by the count of its own part."
-        yield Prediction(f"mean of means over context-parallel ranks ({how})", words, reference.gradient(weights))
+    for size in [dump.facts["layout"]["context"]] if "context" in dump.facts["layout"] else [2, 4]:
+        words = "Keys and values of other ranks did not reach attention."
+        name = f"attention within context-parallel parts alone ({size} ranks)"
+        yield reference.predict(name, words, reading=_in_parts(size))
+        for parts, how in ((size, f"{size} ranks"), (2 * size, f"{size} ranks, zigzag")):
+            asked = [want.clone() for want in reference.wanted]
+            for each in asked:
+                each[[cut for cut in _cuts(len(each), parts) if cut < len(each)]] = 0
+            words = "Labels were shifted within each part, so its first token is never a target. Shift before cutting."
+            yield reference.learning(f"context-parallel boundary tokens lost ({how})", words, asked)
+            own = [[_of_rank(want, size, parts, rank) for want in reference.wanted] for rank in range(size)]
+            words = "Each context-parallel rank divided by the count of its own part."
+            weights = mean_of_parts(dump, own)
+            yield reference.predict(f"mean of means over context-parallel ranks ({how})", words, weights)
 
 
 def shared_embeddings(reference: Reference) -> Iterable[Prediction]:
     """Lose or double a part of the gradient of an embedding that is also the output layer."""
-    head = output_layer(reference.causal)
-    name = embedding_name(reference.causal)
-    if head is None or name is None or getattr(head, "weight", None) is not reference.causal.get_input_embeddings().weight:
+    causal, name = reference.causal, embedding_name(reference.causal)
+    head = output_layer(causal)
+    if head is None or name is None or getattr(head, "weight", None) is not causal.get_input_embeddings().weight:
         return
     with each_forward([head], without_weight_gradient):
         as_input = reference.gradient()[name]
     whole = reference.truth[name]
-    where = "Look at how the first and the last pipeline stage, or the two modules, share the weight."
+    words = "See how the first and the last pipeline stage, or the two modules, share the weight and sum its gradients."
     for title, value in (
         ("shared embeddings counted twice", 2 * whole),
         ("shared embeddings without their part as output layer", as_input),
         ("shared embeddings without their part as input", whole - as_input),
     ):
-        yield Prediction(title, f"One weight embeds tokens and makes logits. {where}", {**reference.truth, name: value})
+        yield Prediction(title, words, {**reference.truth, name: value})
 
 
 def logits(reference: Reference) -> Iterable[Prediction]:
     """Forget the temperature, or a scale or cap of logits in the model's config."""
-    loss = reference.dump.loss
-    if loss.get("temperature", 1.0) != 1:
-        words = "The loss was computed from logits that were not divided by the temperature of sampling."
-        yield Prediction("temperature missing", words, reference.gradient(settings={"temperature": 1.0}))
-    else:
-        for name, neutral in (("logits_scaling", 1.0), ("logit_scale", 1.0), ("final_logit_softcapping", None)):
-            if getattr(reference.causal.config, name, None) not in (None, neutral):
-                with _replaced(reference.causal, name, neutral):
-                    gradients = reference.gradient()
-                words = f"The output layer was called directly, without what the model does with `{name}`."
-                yield Prediction(f"{name} of the model missing", words, gradients)
+    if reference.dump.loss.get("temperature", 1.0) != 1:
+        words = "Logits were not divided by the temperature of sampling."
+        yield reference.predict("temperature missing", words, settings={"temperature": 1.0})
+    for name, neutral in (("logits_scaling", 1.0), ("logit_scale", 1.0), ("final_logit_softcapping", None)):
+        if getattr(reference.causal.config, name, None) not in (None, neutral):
+            words = f"The output layer was called directly, without what the model does with `{name}`."
+            with _replaced(reference.causal, name, neutral):
+                yield reference.predict(f"{name} of the model missing", words)
 
 
 def policy_loss(reference: Reference) -> Iterable[Prediction]:
@@ -229,35 +191,31 @@ def policy_loss(reference: Reference) -> Iterable[Prediction]:
     loss = reference.dump.loss
     if loss["name"] != "policy":
         return
-    high = {"clip_low": 1e30, "clip_high": 1e30}
-    yield Prediction("no clipping", "Ratios were not clipped.", reference.gradient(settings=high))
-    words = "Ratios were clipped by clip_low on both sides."
-    yield Prediction("clip_high ignored", words, reference.gradient(settings={"clip_high": loss.get("clip_low", 0.2)}))
-    if loss.get("kl"):
-        yield Prediction("KL term missing", "kl was not added.", reference.gradient(settings={"kl": 0.0}))
-    if any("old_logprobs" in row.numbers for row in reference.dump.rows):
-        words = "Ratios were 1, as if the old log-probabilities had been recomputed with the trained weights."
-        yield Prediction("old log-probabilities ignored", words, reference.gradient(numbers=_without_old))
+    yield reference.predict("no clipping", "Ratios were not clipped.", settings={"clip_low": 1e30, "clip_high": 1e30})
+    words, low = "Ratios were clipped by clip_low on both sides.", loss.get("clip_low", 0.2)
+    yield reference.predict("clip_high ignored", words, settings={"clip_high": low})
+    yield reference.predict("KL term missing", "kl was not added.", settings={"kl": 0.0})
+    words = "Ratios were 1, as if the old log-probabilities had been recomputed with the trained weights."
+    yield reference.predict("old log-probabilities ignored", words, numbers=lambda row: _without_old(row.numbers))
+    words = "A column for the token at t must be used with the logits at t - 1."
     for by, side in ((1, "late"), (-1, "early")):
-        words = "Columns and tokens are not aligned: a column for the token at t must be used with the logits at t - 1."
-        shifted = reference.gradient(numbers=lambda row, by=by: {k: v.roll(by) for k, v in row.numbers.items()})
-        yield Prediction(f"advantages and log-probabilities one token too {side}", words, shifted)
+        name = f"advantages and log-probabilities one token too {side}"
+        yield reference.predict(name, words, numbers=lambda row, by=by: {k: v.roll(by) for k, v in row.numbers.items()})
 
 
 def preference_loss(reference: Reference) -> Iterable[Prediction]:
     """Leave out the reference of DPO, or average log-probabilities over tokens."""
     if reference.dump.loss["name"] == "dpo":
-        words = "The loss did not subtract the log-probabilities of the reference."
-        yield Prediction("reference ignored", words, reference.gradient(numbers=lambda row: {}))
+        words = "The log-probabilities of the reference were not subtracted."
+        yield reference.predict("reference ignored", words, numbers=lambda row: {})
         words = "Log-probabilities of a sequence were averaged over its tokens. DPO sums them."
-        yield Prediction("log-probabilities averaged", words, reference.gradient(settings={"averages": True}))
+        yield reference.predict("log-probabilities averaged", words, settings={"averages": True})
 
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     mean_of_means,
     another_reduction,
     parts_lost,
-    amplified,
     wrong_tokens,
     wrong_targets,
     packing,
@@ -271,21 +229,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     missing_sums_of_weights,
     missing_sums_of_inputs,
 )
-"""All hypotheses. Those that leave equally little unexplained are named in this order."""
-
-
-def as_row(row: Row, index: int) -> Iterable[Stretch]:
-    """Read a row as it stands: with its mask, and with its positions if it has some."""
-    return [Stretch(index, range(len(row.tokens)), row.positions, row.valid)]
-
-
-def as_whole(restarts: bool) -> Reading:
-    """Return a reading of a whole row without a mask. `restarts` says whether positions restart in each sequence."""
-
-    def read(row: Row, index: int) -> Iterable[Stretch]:
-        return [Stretch(index, range(len(row.tokens)), row.within if restarts else torch.arange(len(row.tokens)))]
-
-    return read
+"""All hypotheses."""
 
 
 def _counting_on(row: Row, index: int) -> Iterable[Stretch]:
@@ -297,7 +241,7 @@ def _in_parts(parts: int) -> Reading:
         cuts = _cuts(len(row.tokens), parts)
         for each in row.ranges:
             edges = sorted({each.start, each.stop, *(cut for cut in cuts if each.start < cut < each.stop)})
-            for start, stop in zip(edges, edges[1:], strict=False):
+            for start, stop in pairwise(edges):
                 yield Stretch(index, range(start, stop), row.within[start:stop])
 
     return read
@@ -305,48 +249,26 @@ def _in_parts(parts: int) -> Reading:
 
 def _cuts(length: int, parts: int) -> list[int]:
     size = -(-length // parts)
-    return [min(part * size, length) for part in range(parts)] + [length]
+    return [min(part * size, length) for part in range(parts + 1)]
 
 
-def _by_part(dump: Dump, size: int, parts: int, rank: int) -> list[Tensor]:
-    """Return what a context-parallel rank learns: its part of each row, and the mirrored one in zigzag."""
-    asked = [torch.zeros_like(row.wanted) for row in dump.rows]
-    for row, each in zip(dump.rows, asked, strict=True):
-        cuts = _cuts(len(row.tokens), parts)
-        for part in {rank} if parts == size else {rank, parts - 1 - rank}:
-            # A part holds the logits that predict the tokens after its own.
-            each[cuts[part] + 1 : cuts[part + 1] + 1] = row.wanted[cuts[part] + 1 : cuts[part + 1] + 1]
+def _of_rank(wanted: Tensor, size: int, parts: int, rank: int) -> Tensor:
+    """Return what a context-parallel rank learns of a row: its part, and in zigzag also the mirrored one."""
+    asked, cuts = torch.zeros_like(wanted), _cuts(len(wanted), parts)
+    for part in {rank} if parts == size else {rank, parts - 1 - rank}:
+        # A part holds the logits that predict the tokens after its own.
+        where = slice(cuts[part] + 1, cuts[part + 1] + 1)
+        asked[where] = wanted[where]
     return asked
 
 
-def _wanted(dump: Dump) -> list[Tensor]:
-    return [row.wanted for row in dump.rows]
-
-
-def _ratio(dump: Dump, asked: list[Tensor]) -> float:
-    return sum(float(each.sum()) for each in asked) / sum(float(row.wanted.sum()) for row in dump.rows)
-
-
-def _with_tokens(
-    reference: Reference, name: str, words: str, asked: list[Tensor], reading: Reading = each_sequence
-) -> Prediction:
-    gradients = reference.gradient(normalized(reference.dump, asked), reading)
-    return Prediction(name, words, gradients, _ratio(reference.dump, asked))
-
-
-def _rolled(values: Tensor, by: int) -> Tensor:
-    rolled = values.roll(by)
-    rolled[slice(0, by) if by > 0 else slice(by, None)] = 0
-    return rolled
-
-
-def _without_old(row: Row) -> dict[str, Tensor]:
-    return {name: value for name, value in row.numbers.items() if name != "old_logprobs"}
+def _without_old(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in numbers.items() if name != "old_logprobs"}
 
 
 @contextmanager
 def _replaced(causal: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of the model, or of its config if it has none, in the context."""
+    """Replace an attribute of the model and of its config in the context."""
     holders = [holder for holder in (causal, causal.config) if name in vars(holder)]
     before = [getattr(holder, name) for holder in holders]
     for holder in holders:

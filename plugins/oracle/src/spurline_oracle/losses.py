@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import DataError
-from spurline_oracle.dump import Dump, Row
+from spurline_oracle.dump import Dump
 
 NAMES = ("cross_entropy", "policy", "dpo")
 SETTINGS = ("name", "reduction", "temperature", "labels", "beta", "clip_low", "clip_high", "kl")
@@ -35,53 +35,46 @@ def check_loss(dump: Dump) -> None:
         raise DataError(f"loss has unknown settings {', '.join(unknown)}. Settings: {', '.join(SETTINGS)}.")
     if isinstance(loss["reduction"], str) and loss["reduction"] not in _REDUCTIONS:
         raise DataError(f"loss.reduction is {loss['reduction']!r}. Give {', '.join(_REDUCTIONS)} or a number.")
-    needed = {"policy": ["advantages"] + ["reference_logprobs"] * bool(loss.get("kl"))}.get(loss["name"], [])
+    needed = ["advantages"] * (loss["name"] == "policy") + ["reference_logprobs"] * bool(loss.get("kl"))
     missing = [name for name in needed if any(name not in row.numbers for row in rows)]
     if missing:
         raise DataError(f"The loss `{loss['name']}` needs the columns {', '.join(missing)}. Give them to micro_batch.")
     if loss["name"] == "dpo":
-        sides = Counter((row.rank, row.micro_batch, row.pair) for row in rows)
-        both = {(row.rank, row.micro_batch, row.pair, row.chosen) for row in rows}
-        if None in {row.pair for row in rows} or set(sides.values()) != {2} or len(both) != len(rows):
+        pairs = Counter((row.rank, row.micro_batch, row.pair) for row in rows)
+        sides = {(row.rank, row.micro_batch, row.pair, row.chosen) for row in rows}
+        if any(row.pair is None for row in rows) or set(pairs.values()) != {2} or len(sides) != len(rows):
             raise DataError(
                 "The loss `dpo` needs the columns pair and chosen: each number in pair stands for two rows of a "
                 "micro-batch, the chosen one and the rejected one."
             )
 
 
-def normalized(dump: Dump, asked: Sequence[Tensor], reduction: Any = None, among: Sequence[int] | None = None) -> list[Tensor]:
-    """Return the weights of tokens in the loss, one tensor [length] for each row.
+def normalized(dump: Dump, asked: Sequence[Tensor], reduction: Any = None) -> list[Tensor]:
+    """Return the weights of tokens in the loss, from what each token weighs before (`asked`), by row.
 
-    Args:
-        dump: The dump.
-        asked: What each token weighs before it is normalized, by row.
-        reduction: A reduction. If None, that of the dump.
-        among: The rows that are normalized together. All others get weights of 0. If None, all rows.
+    `reduction` replaces that of the dump.
     """
     reduction = dump.loss["reduction"] if reduction is None else reduction
-    chosen = range(len(asked)) if among is None else among
+    rows = [row for row, each in zip(dump.rows, asked, strict=True) if each.any()]
     if dump.loss["name"] == "dpo" and reduction != "sum":
         # Each token of a pair gets the weight of its pair.
-        pairs = {(dump.rows[index].rank, dump.rows[index].micro_batch, dump.rows[index].pair) for index in chosen}
-        reduction = max(len(pairs), 1)
-    weights = [torch.zeros_like(each) for each in asked]
+        reduction = len({(row.rank, row.micro_batch, row.pair) for row in rows})
     if reduction == "sequence_mean":
-        parts = [(index, _part(asked[index], dump.rows[index], each)) for index in chosen for each in dump.rows[index].ranges]
-        parts = [(index, part) for index, part in parts if part.sum() > 0]
-        for index, part in parts:
-            weights[index] += part / part.sum() / len(parts)
-        return weights
-    total = sum(float(asked[index].sum()) for index in chosen)
+        shares = [torch.zeros_like(each) for each in asked]
+        for row, each, share in zip(dump.rows, asked, shares, strict=True):
+            for found in row.ranges:
+                where = slice(found.start, found.stop)
+                share[where] = each[where] / each[where].sum().clamp(min=1e-300)
+        return normalized(dump, shares, "token_mean")
+    total = sum(float(each.sum()) for each in asked)
     divisor = {"token_mean": total, "sum": 1.0}[reduction] if isinstance(reduction, str) else float(reduction)
-    for index in chosen:
-        weights[index] = asked[index] / max(divisor, 1e-300)
-    return weights
+    return [each / max(divisor, 1e-300) for each in asked]
 
 
-def _part(asked: Tensor, row: Row, each: range) -> Tensor:
-    part = torch.zeros_like(asked)
-    part[each.start : each.stop] = asked[each.start : each.stop]
-    return part
+def mean_of_parts(dump: Dump, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the weights of tokens if each part of the batch, a list by row, is normalized by itself."""
+    weights = [normalized(dump, part) for part in parts]
+    return [torch.stack(each).mean(0) for each in zip(*weights, strict=True)]
 
 
 def token_losses(settings: Mapping[str, Any], logprobs: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
@@ -98,6 +91,6 @@ def token_losses(settings: Mapping[str, Any], logprobs: Tensor, numbers: Mapping
     return losses
 
 
-def pair_loss(settings: Mapping[str, Any], margins: Tensor) -> Tensor:
+def pair_loss(settings: Mapping[str, Any], margin: Tensor) -> Tensor:
     """Return the loss of a pair from the sum over its tokens of log p / p_ref, chosen minus rejected."""
-    return -torch.nn.functional.logsigmoid(settings.get("beta", 0.1) * margins)
+    return -torch.nn.functional.logsigmoid(settings.get("beta", 0.1) * margin)

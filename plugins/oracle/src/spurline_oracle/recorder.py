@@ -23,7 +23,7 @@ A dump is a folder:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class GradientRecorder:
         """Record numbers that the stack divides by. If the gradient is scaled, one of them may explain it."""
         self._facts["counts"] |= {name: float(count) for name, count in counts.items()}
 
-    def save(self, gradients: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None, *, norms: bool = False) -> Path:
+    def save(self, gradients: Mapping[str, Tensor] | None = None, *, norms: bool = False) -> Path:
         """Write the dump after the last backward pass, before gradients are clipped and weights change.
 
         Args:
@@ -160,7 +160,7 @@ class GradientRecorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._records:
             write_safetensors(self._folder / f"rank-{self._rank}.safetensors", self._tensors)
-        named = _gradients(self._model) if gradients is None else dict(gradients).items()
+        named = _gradients(self._model) if gradients is None else gradients.items()
         found = {name: whole for name, value in named if (whole := _whole(value, self._world_rank == 0)) is not None}
         parameters = dict(self._model.named_parameters())
         weights: dict[str, Tensor] = {}
@@ -255,6 +255,23 @@ def record_trainer(trainer: Any, folder: str | Path, loss: Mapping[str, Any] | N
     trainer.compute_loss, trainer.training_step = record_loss, step
 
 
+def exported_gradients(model: nn.Module, export: Callable[[], Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Return gradients under the names, and cut and joined in the way, in which `export` returns weights.
+
+    It is for Megatron-core and other models with names of their own. Gradients take the places of weights while
+    `export` runs. What `export` does to weights must be linear: rename, cut, join, permute and gather.
+    """
+    held = {parameter: parameter.data for parameter in model.parameters()}
+    try:
+        for parameter in held:
+            gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+            parameter.data = torch.zeros_like(parameter) if gradient is None else gradient.detach()
+        return {name: value.detach().cpu().clone() for name, value in export()}
+    finally:
+        for parameter, value in held.items():
+            parameter.data = value
+
+
 def grpo_columns(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a batch of TRL's GRPOTrainer, whose prompts are padded left, and completions right."""
     prompts, completions = inputs["prompt_ids"], inputs["completion_ids"]
@@ -324,7 +341,7 @@ def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _whole(value: Tensor, keeps: bool) -> Tensor | None:
     # Every process must take part in gathering a DTensor.
-    gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+    gathered: Tensor = getattr(value, "full_tensor", lambda: value)()
     return gathered.detach().cpu() if keeps else None
 
 

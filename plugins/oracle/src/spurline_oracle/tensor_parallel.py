@@ -93,7 +93,9 @@ def missing_sums_of_inputs(reference: Reference) -> Iterable[Prediction]:
             of_ranks: list[Gradients] = []
             for rank in range(size):
 
-                def replace(module: nn.Module, inputs: Any, output: Tensor, rank: int = rank) -> Tensor:
+                def replace(
+                    module: nn.Module, inputs: Any, output: Tensor, rank: int = rank, size: int = size
+                ) -> Tensor:
                     features = torch.arange(output.shape[-1], device=output.device)
                     own = is_part(output.shape[-1], features, rank, size)
                     return torch.where(own, output, without_input_gradient(module, inputs, output))
@@ -149,5 +151,3 @@ def _gathered(name: str, of_ranks: list[Tensor]) -> Tensor:
         return of_ranks[0]
     parts = [value.chunk(len(of_ranks), axis) for value in of_ranks]
     return torch.cat([parts[rank][rank] for rank in range(len(parts[0]))], axis)
-
-

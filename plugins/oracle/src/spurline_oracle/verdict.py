@@ -23,7 +23,7 @@ _SAME = 0.3
 
 @dataclass(frozen=True)
 class Explanation:
-    """A hypothesis that was tried. `scale` is None if no factor is needed. `departure` is what it leaves unexplained."""
+    """A hypothesis that was tried, and what it leaves unexplained. `scale` is None if no factor is needed."""
 
     name: str
     words: str
@@ -32,7 +32,7 @@ class Explanation:
 
     @property
     def explains(self) -> bool:
-        """Whether only noise is left."""
+        """Say whether only noise is left."""
         return self.departure.excess <= 1
 
     @property
@@ -45,7 +45,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known about a dump.
+    """A judgement of a dump.
 
     departure: from the truth. factor: the scale that comes closest to the truth. explanations: those that leave only
     noise, the best first; if there are none, `others` are still the hypotheses by what they leave. layer: the first
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the gradients are right, up to noise."""
+        """Say whether the gradients are right, up to noise."""
         return self.departure.excess <= 1
 
 
@@ -76,7 +76,7 @@ def judge(dump: Dump, device: Literal["auto", "cpu", "cuda"] = "auto") -> Verdic
     """
     check_loss(dump)
     reference = Reference(dump, device)
-    noisy = Reference(dump, device, (dump.facts["weight_dtype"], dump.facts["dtype"]))
+    noisy = Reference(dump, device, rounds=True)
     shown = norms_of if dump.facts["norms"] else dict[str, Tensor]
     truth = shown(reference.truth)
     gradients = _matched(dump, truth)
@@ -110,7 +110,7 @@ def _tried(
     predicted = shown(prediction.gradients)  # pyright: ignore
     plain = compare(gradients, predicted, noise)
     factor = scale(gradients, predicted)
-    options = [(plain, None)] if prediction.name else []
+    options: list[tuple[Departure, Scale | None]] = [(plain, None)] if prediction.name else []
     known = scales_of(dump)
     if abs(prediction.ratio - 1) > 1e-9:
         known.append(Scale(prediction.ratio, "", "The normalizer is that of the right tokens."))
@@ -148,8 +148,8 @@ def _first_layer(dump: Dump, reference: Reference, noisy: Reference) -> str | No
     """Return words about the first layer whose output departs from the truth, or None."""
     if not dump.layers:
         return None
-    right, rounded = reference.layers(), noisy.layers()
-    rows = [row for row in dump.rows if row.rank == row.micro_batch == 0]
+    first = [index for index, row in enumerate(dump.rows) if row.rank == row.micro_batch == 0]
+    rows, right, rounded = [dump.rows[index] for index in first], reference.layers(first), noisy.layers(first)
     valid = torch.stack([row.valid for row in rows])
     for index, (recorded, wanted, noise) in enumerate(zip(dump.layers, right, rounded, strict=False)):
         if recorded.numel() != wanted.numel():
@@ -162,7 +162,8 @@ def _first_layer(dump: Dump, reference: Reference, noisy: Reference) -> str | No
             row, token = wrong[0]
             sequence = rows[row].sample[token] - rows[row].sample[rows[row].valid].min()
             return (
-                f"layer {index} of {len(right)}: from token {token} of row {row} on (sequence {int(sequence)} of the row, "
-                f"its token {int(rows[row].within[token])}); {len(wrong)} of {int(valid.sum())} tokens depart"
+                f"layer {index} of {len(right)}: from token {token} of row {row} on (token "
+                f"{int(rows[row].within[token])} of sequence {int(sequence)} in the row); {len(wrong)} of "
+                f"{int(valid.sum())} tokens depart"
             )
     return ""
