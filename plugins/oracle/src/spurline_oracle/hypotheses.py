@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spurline_models.architecture import output_layer
 from spurline_oracle.dump import Row
@@ -78,8 +79,8 @@ def wrong_tokens(reference: Reference) -> Iterable[Prediction]:
             yield reference.learning(name, "Padding was not masked in the labels.", asked, as_row)
     if any(bool((row.labels != row.tokens)[row.asked > 0].any()) for row in rows):
         words = (
-            "Labels of the dump do not name the tokens at their positions. If the stack shifts labels itself, they must "
-            'not be shifted before. If it does not, give the recorder loss["labels"] = "next".'
+            "Labels of the dump do not name the tokens at their positions. If the stack shifts labels, they must not be "
+            'shifted before. If it does not, give the recorder loss["labels"] = "next".'
         )
         weights = normalized(reference.dump, [row.asked for row in rows])
         yield reference.predict("labels do not fit the tokens", words, weights, as_row, by_labels=True)
@@ -102,9 +103,7 @@ def wrong_targets(reference: Reference) -> Iterable[Prediction]:
         (-1, "labels not shifted", "Logits were compared with the token that the model reads at the same position."),
     ):
         # The label that is compared decides whether there is a loss.
-        asked = [want.roll(-offset) for want in reference.wanted]
-        for each in asked:
-            each[-1 if offset > 0 else 0] = 0
+        asked = [pad(want, (1, 0)) if offset < 0 else pad(want[1:], (0, 1)) for want in reference.wanted]
         yield reference.learning(name, words, asked, offset=offset)
 
 
