@@ -25,7 +25,8 @@ Batch = dict[str, Tensor]
 
 
 def model_of(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    return tiny_model(family_of(name)).to(dtype).train()
+    model: Any = tiny_model(family_of(name))
+    return model.to(dtype).train()
 
 
 def padded(lengths: tuple[int, ...], seed: int, side: str = "right") -> Batch:
@@ -106,10 +107,15 @@ POLICY = {"name": "policy", "clip_low": 0.1, "clip_high": 0.3, "kl": 0.05, "temp
 
 
 def policy(
-    folder: Path, divide: float = 1.0, temperature: float = 0.7, roll: int = 0, counts: dict[str, float] | None = None
+    folder: Path,
+    divide: float = 1.0,
+    temperature: float = 0.7,
+    roll: int = 0,
+    counts: dict[str, float] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Train with DAPO's loss: clipped ratios, a KL term, one normalizer for all micro-batches."""
-    model, found = model_of("qwen3"), batches()
+    model, found = model_of("qwen3", dtype), batches()
     total = num_learned(found)
     recorder = GradientRecorder(model, folder, loss=POLICY)
     recorder.counts(**(counts or {}))
@@ -230,7 +236,7 @@ def halo_lost(folder: Path) -> None:
         recorder.micro_batch(**batch)
         logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         parts = zip(logits.chunk(2, 1), batch["labels"].chunk(2, 1), strict=True)
-        (sum(summed(*part) for part in parts) / num_learned(found)).backward()
+        (torch.stack([summed(*part) for part in parts]).sum() / num_learned(found)).backward()
     recorder.save()
 
 
@@ -305,9 +311,9 @@ def inputs_not_summed(folder: Path) -> None:
         )
     gradients = {}
     for name, value in of_ranks[0].items():
-        axis = 1 if "o_proj" in name or "down_proj" in name else 0 if "_proj" in name else None
-        both = [value.chunk(2, axis), of_ranks[1][name].chunk(2, axis)] if axis is not None else []
-        gradients[name] = torch.cat([both[0][0], both[1][1]], axis) if both else value
+        axis = 1 if "o_proj" in name or "down_proj" in name else 0
+        parts = [each[name].chunk(2, axis)[rank] for rank, each in enumerate(of_ranks)]
+        gradients[name] = torch.cat(parts, axis) if "_proj" in name else value
     recorder.save(gradients)
 
 
@@ -354,6 +360,7 @@ RIGHT: dict[str, Any] = {
     "packed rows, bf16": lambda folder: right_packed(folder, "gemma", torch.bfloat16),
     "left padding, mean of sequences, autocast": right_autocast,
     "DAPO": policy,
+    "DAPO, bf16": lambda folder: policy(folder, dtype=torch.bfloat16),
     "DPO": dpo,
     "two ranks": lambda folder: ranks(folder, local_counts=False),
 }

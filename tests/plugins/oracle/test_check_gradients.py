@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +114,16 @@ def test_what_a_dump_lacks_is_said(tmp_path: Path) -> None:
     GradientRecorder(model, tmp_path).save({"model.norm.bias": torch.ones(32)})
     with pytest.raises(DataError, match="has no token with loss"):
         read_dump(tmp_path)
+
+
+@pytest.mark.processes
+def test_ranks_of_fsdp_record_one_dump(tmp_path: Path) -> None:
+    loop = Path(recorded_ranks.__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(loop)]
+    subprocess.run(
+        [*command, str(tmp_path)], check=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    verdict = judge(read_dump(tmp_path), "cpu")
+    assert verdict.is_clean, report(verdict)
+    assert (verdict.dump.facts["weight_dtype"], verdict.dump.facts["dtype"]) == ("float32", "bfloat16")
+    assert len(verdict.dump.ranks) == 2

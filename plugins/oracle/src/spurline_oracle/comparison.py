@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spurline_oracle.truth import Gradients
 
-ALLOWANCE = 4.0
+ALLOWANCE = 5.0
 """How many times the noise a parameter may depart."""
 
 _EPSILONS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}

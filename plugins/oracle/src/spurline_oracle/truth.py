@@ -94,7 +94,7 @@ class Reference:
 
     @property
     def wanted(self) -> list[Tensor]:
-        """What each token weighs before weights are normalized, by row."""
+        """The weights of tokens before they are normalized, by row."""
         return [row.wanted for row in self.dump.rows]
 
     @cached_property
