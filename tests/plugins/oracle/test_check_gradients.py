@@ -118,11 +118,10 @@ def test_what_a_dump_lacks_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_ranks_of_fsdp_record_one_dump(tmp_path: Path) -> None:
-    loop = Path(recorded_ranks.__file__)
+    loop = Path(__file__).parents[2] / "support" / "recorded_ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(loop)]
-    subprocess.run(
-        [*command, str(tmp_path)], check=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=300, env=os.environ | path)
     verdict = judge(read_dump(tmp_path), "cpu")
     assert verdict.is_clean, report(verdict)
     assert (verdict.dump.facts["weight_dtype"], verdict.dump.facts["dtype"]) == ("float32", "bfloat16")

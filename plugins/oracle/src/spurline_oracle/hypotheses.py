@@ -79,8 +79,8 @@ def wrong_tokens(reference: Reference) -> Iterable[Prediction]:
             yield reference.learning(name, "Padding was not masked in the labels.", asked, as_row)
     if any(bool((row.labels != row.tokens)[row.asked > 0].any()) for row in rows):
         words = (
-            "Labels of the dump do not name the tokens at their positions. If the stack shifts labels, do not shift them "
-            'before. If it does not, give the recorder loss["labels"] = "next".'
+            "Labels of the dump do not name the tokens at their positions. If the stack shifts labels, they must "
+            'not be shifted before. If it does not, give the recorder loss["labels"] = "next".'
         )
         weights = normalized(reference.dump, [row.asked for row in rows])
         yield reference.predict("labels do not fit the tokens", words, weights, as_row, by_labels=True)

@@ -48,37 +48,27 @@ def scaled_kinds(reference: Reference) -> Iterable[Prediction]:
         if not names or size == 0 or len(names) == len(truth):
             continue
         found = sum(float((gradients[name].double() * truth[name]).sum()) for name in names) / size
-        for factor in _FACTORS:
-            if abs(found / factor - 1) < 0.02:
-                own = {name: factor * truth[name] for name in names}
-                yield Prediction(
-                    f"gradients of {kind} scaled by {factor:g}",
-                    f"Those of all other parameters are right. Look at the ranks over which those of {kind} are summed "
-                    "or averaged (tensor, sequence or expert parallelism).",
-                    {**truth, **own},
-                )
+        factor = min(_FACTORS, key=lambda each: abs(found / each - 1))
+        own = {name: factor * truth[name] for name in names}
+        words = (
+            "All others are right. Over which ranks (tensor, sequence, expert) are these summed or averaged?"
+        )
+        yield Prediction(f"gradients of {kind} scaled by {factor:g}", words, {**truth, **own})
 
 
 def missing_sums_of_weights(reference: Reference) -> Iterable[Prediction]:
     """Leave out the sum over tensor-parallel ranks of the gradients of norms."""
     norms = dict(_norms(reference.causal))
     heads = {name: module for name, module in norms.items() if _HEADS.search(name)}
-    kinds = {"norms": norms, "norms of queries and keys": heads, "norms of layers": {**norms}}
-    for name in heads:
-        kinds["norms of layers"].pop(name)
-    if not heads:
-        kinds = {"norms": norms}
+    kinds = {"norms": norms}
+    if heads:
+        others = {name: module for name, module in norms.items() if name not in heads}
+        kinds |= {"norms of queries and keys": heads, "norms of layers": others}
     for size in _sizes(reference):
         for kind, modules in kinds.items():
-            of_first = _of_first_rank(reference, size, set(heads.values()))
-            with each_forward(list(modules.values()), of_first):
-                gradients = reference.gradient()
-            yield Prediction(
-                f"missing tensor-parallel sum of the gradients of {kind} ({size} ranks)",
-                "Each rank sees a part of the tokens (sequence parallelism) or heads, and the parts of the gradient "
-                "were not summed.",
-                gradients,
-            )
+            name = f"missing tensor-parallel sum of the gradients of {kind} ({size} ranks)"
+            with each_forward(list(modules.values()), _of_first_rank(reference, size, set(heads.values()))):
+                yield reference.predict(name, "Each rank sees a part of the tokens or heads. Parts were not summed.")
 
 
 def missing_sums_of_inputs(reference: Reference) -> Iterable[Prediction]:
@@ -102,12 +92,9 @@ def missing_sums_of_inputs(reference: Reference) -> Iterable[Prediction]:
 
                 with each_forward(modules, replace):
                     of_ranks.append(reference.gradient())
-            yield Prediction(
-                f"missing tensor-parallel sum behind {place} ({size} ranks)",
-                f"Gradients with respect to the inputs of {place} were not summed over tensor-parallel ranks in the "
-                "backward pass.",
-                {name: _gathered(name, [each[name] for each in of_ranks]) for name in reference.truth},
-            )
+            words = f"Gradients of the inputs of {place} were not summed over tensor-parallel ranks in backward."
+            gathered = {name: _gathered(name, [each[name] for each in of_ranks]) for name in reference.truth}
+            yield Prediction(f"missing tensor-parallel sum behind {place} ({size} ranks)", words, gathered)
 
 
 def _sizes(reference: Reference) -> list[int]:
@@ -117,12 +104,8 @@ def _sizes(reference: Reference) -> list[int]:
 
 def _norms(causal: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return modules whose parameters are vectors, such as norms."""
-    found = [(name, module) for name, module in causal.named_modules() if not list(module.children())]
-    return [
-        (name, module)
-        for name, module in found
-        if list(module.parameters()) and all(value.dim() == 1 for value in module.parameters())
-    ]
+    leaves = {name: module for name, module in causal.named_modules() if not list(module.children())}
+    return [(name, each) for name, each in leaves.items() if {value.dim() for value in each.parameters()} == {1}]
 
 
 def _of_first_rank(reference: Reference, size: int, heads: set[nn.Module]) -> Any:
@@ -136,6 +119,8 @@ def _of_first_rank(reference: Reference, size: int, heads: set[nn.Module]) -> An
             stretch = reference.reading_now()
             count, axis = len(reference.dump.rows[stretch.row].tokens), 1
             index = torch.arange(stretch.where.start, stretch.where.stop, device=output.device)
+        if output.dim() <= axis or output.shape[axis] != len(index):
+            return output
         own = is_part(count, index, 0, size)
         own = own.view([-1 if place == axis else 1 for place in range(output.dim())])
         return torch.where(own, output, without_weight_gradient(module, inputs, output))
