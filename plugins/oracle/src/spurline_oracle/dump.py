@@ -149,9 +149,8 @@ def read_dump(folder: Path) -> Dump:
         for micro_batch in sorted(numbers):
             start = f"{micro_batch}."
             columns = {name.removeprefix(start): value for name, value in file.items() if name.startswith(start)}
-            rows += _rows(
-                columns, rank, micro_batch, facts["loss"], f"{folder}, rank {rank}, micro-batch {micro_batch}"
-            )
+            where = f"{folder}, rank {rank}, micro-batch {micro_batch}"
+            rows += _rows(columns, rank, micro_batch, facts["loss"], where)
     if not any(bool(row.wanted.any()) for row in rows):
         raise DataError(f"{folder} has no token with loss. Record labels or loss_mask.")
     layers = [files[0][f"layer.{index}"] for index in range(len(files[0])) if f"layer.{index}" in files[0]]

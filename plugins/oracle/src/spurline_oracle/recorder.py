@@ -159,37 +159,43 @@ class GradientRecorder:
             hook.remove()
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._records:
-            write_safetensors(self._folder / f"rank-{self._rank}.safetensors", self._tensors)
-        named = _gradients(self._model) if gradients is None else gradients.items()
-        found = {name: whole for name, value in named if (whole := _whole(value, self._world_rank == 0)) is not None}
+            _write(self._folder / f"rank-{self._rank}.safetensors", self._tensors)
+        if gradients is None:
+            named = {name: _gradient(parameter) for name, parameter in self._model.named_parameters()}
+            gradients = {name: value for name, value in named.items() if value is not None}
+        gradients = self._whole(gradients)
+        kept = set(self._model.state_dict())
+        buffers = {name: value for name, value in self._model.named_buffers() if name in kept}
         parameters = dict(self._model.named_parameters())
-        weights: dict[str, Tensor] = {}
-        if self._facts["model_path"] is None:
-            kept = set(self._model.state_dict())
-            held = {**parameters, **{name: value for name, value in self._model.named_buffers() if name in kept}}
-            whole = {clean_name(name): _whole(value, self._world_rank == 0) for name, value in held.items()}
-            weights = {name: value for name, value in whole.items() if value is not None}
-        if self._world_rank == 0:
-            self._write(found, weights, parameters, norms)
-        return self._folder
-
-    def _write(
-        self, gradients: dict[str, Tensor], weights: dict[str, Tensor], parameters: dict[str, nn.Parameter], norms: bool
-    ) -> None:
+        weights = self._whole({} if self._facts["model_path"] else {**parameters, **buffers})
+        if self._world_rank != 0:
+            return self._folder
         if norms:
             gradients = {name: value.double().norm().reshape(1) for name, value in gradients.items()}
-        write_safetensors(self._folder / "gradients.safetensors", gradients)
-        weight_dtype = next(iter(parameters.values())).dtype
-        self._facts |= {
-            "norms": norms,
-            "weight_dtype": _name(weight_dtype),
-            "dtype": _name(self._computed or weight_dtype),
-            "tf32": next(iter(parameters.values())).is_cuda and torch.get_float32_matmul_precision() != "highest",
-            "torch": torch.__version__,
-        }
+        _write(self._folder / "gradients.safetensors", gradients)
         if weights:
             self._save_model(weights)
+        first = next(iter(parameters.values()))
+        self._facts |= {
+            "norms": norms,
+            "weight_dtype": _name(first.dtype),
+            "dtype": _name(self._computed or first.dtype),
+            "tf32": first.is_cuda and torch.get_float32_matmul_precision() != "highest",
+            "torch": torch.__version__,
+        }
         (self._folder / "dump.json").write_text(json.dumps(self._facts, indent=2))
+        return self._folder
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors on the host, by clean names, in the first process. Every process must call it."""
+        found: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            gathered: Tensor = getattr(value, "full_tensor", lambda value=value: value)()
+            if self._world_rank == 0:
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")
+                found[name] = gathered.detach().cpu()
+        return found
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         model: Any = self._model
@@ -264,7 +270,7 @@ def exported_gradients(model: nn.Module, export: Callable[[], Iterable[tuple[str
     held = {parameter: parameter.data for parameter in model.parameters()}
     try:
         for parameter in held:
-            gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+            gradient = _gradient(parameter)
             parameter.data = torch.zeros_like(parameter) if gradient is None else gradient.detach()
         return {name: value.detach().cpu().clone() for name, value in export()}
     finally:
@@ -310,14 +316,7 @@ def _trl_loss(arguments: Any) -> dict[str, Any]:
     }
 
 
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
     header: dict[str, Any] = {}
     end = 0
@@ -332,17 +331,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
-        if gradient is not None:
-            yield clean_name(name), gradient
-
-
-def _whole(value: Tensor, keeps: bool) -> Tensor | None:
-    # Every process must take part in gathering a DTensor.
-    gathered: Tensor = getattr(value, "full_tensor", lambda: value)()
-    return gathered.detach().cpu() if keeps else None
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -50,9 +50,7 @@ def scaled_kinds(reference: Reference) -> Iterable[Prediction]:
         found = sum(float((gradients[name].double() * truth[name]).sum()) for name in names) / size
         factor = min(_FACTORS, key=lambda each: abs(found / each - 1))
         own = {name: factor * truth[name] for name in names}
-        words = (
-            "All others are right. Over which ranks (tensor, sequence, expert) are these summed or averaged?"
-        )
+        words = "All others are right. Over which ranks (tensor, sequence, expert) are these summed or averaged?"
         yield Prediction(f"gradients of {kind} scaled by {factor:g}", words, {**truth, **own})
 
 

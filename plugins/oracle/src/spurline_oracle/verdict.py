@@ -79,7 +79,7 @@ def judge(dump: Dump, device: Literal["auto", "cpu", "cuda"] = "auto") -> Verdic
     noisy = Reference(dump, device, rounds=True)
     shown = norms_of if dump.facts["norms"] else dict[str, Tensor]
     truth = shown(reference.truth)
-    gradients = _matched(dump, truth)
+    gradients = _matched(dump, truth, {name for name, _ in reference.causal.named_parameters(remove_duplicate=False)})
     missing = sorted(truth.keys() - gradients.keys())
     noise = Noise.measured(truth, shown(noisy.truth), dump.facts["dtype"], dump.facts["tf32"])
     departure = compare(gradients, truth, noise)
@@ -129,9 +129,10 @@ def _tried(
     return Explanation(prediction.name, words, departure, used)
 
 
-def _matched(dump: Dump, truth: Gradients) -> Gradients:
+def _matched(dump: Dump, truth: Gradients, names: set[str]) -> Gradients:
     found = {name: value.double() for name, value in dump.gradients.items() if name in truth}
-    unknown = sorted(dump.gradients.keys() - truth.keys())
+    # A shared weight may have two names. Its gradient has the first one.
+    unknown = sorted(dump.gradients.keys() - names)
     if unknown or not found:
         raise DataError(
             f"{dump.folder} has gradients of {listing(unknown[:3])}{', ...' if len(unknown) > 3 else ''}, which the "
