@@ -35,6 +35,8 @@ def check_loss(dump: Dump) -> None:
         raise DataError(f"loss has unknown settings {', '.join(unknown)}. Settings: {', '.join(SETTINGS)}.")
     if isinstance(loss["reduction"], str) and loss["reduction"] not in _REDUCTIONS:
         raise DataError(f"loss.reduction is {loss['reduction']!r}. Give {', '.join(_REDUCTIONS)} or a number.")
+    if loss.get("labels", "same") not in ("same", "next"):
+        raise DataError(f"loss.labels is {loss['labels']!r}. Give `same` or `next`.")
     needed = ["advantages"] * (loss["name"] == "policy") + ["reference_logprobs"] * bool(loss.get("kl"))
     missing = [name for name in needed if any(name not in row.numbers for row in rows)]
     if missing:
