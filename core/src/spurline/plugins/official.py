@@ -60,6 +60,7 @@ _TABLE = {
         loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop advantage/gdpo advantage/turn_grpo""",
     "evals": "evaluation/lm_eval",
     "curricula": "order/mixture order/success_mixture",
+    "oracle": "command/check-gradients",
     "fsdp_backend": "backend/fsdp",
     "megatron_backend": "backend/megatron",
 }
@@ -101,8 +102,7 @@ def install_command(plugin: str) -> str:
         ours = filter(None, (re.match(r"spurline-([a-z-]+)", line) for line in project["dependencies"]))
         needed += [name for match in ours if (name := match[1].replace("-", "_")) not in needed]
     installed = {entry_point.name for entry_point in importlib.metadata.entry_points(group="spurline.plugins")}
-    folders = [plugins / name for name in needed if name == plugin or name not in installed]
-    return f"pip install {shlex.join(map(str, folders))}"
+    return "pip install " + shlex.join(str(plugins / name) for name in needed if name not in installed - {plugin})
 
 
 def how_to_enable(plugin: str, *, is_installed: bool = False) -> str:

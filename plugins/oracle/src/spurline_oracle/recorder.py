@@ -1,0 +1,348 @@
+"""Record one update of any training loop: its batch, its loss settings, its weights and its gradients.
+
+This file needs torch alone. Install it with `pip install spurline-oracle`, or copy it into a project. The command
+`spurline check-gradients FOLDER` compares what it wrote with the truth.
+
+```python
+recorder = GradientRecorder(model, "dump", loss={"name": "cross_entropy", "reduction": "token_mean"})
+for batch in micro_batches:                  # the micro-batches of one update
+    recorder.micro_batch(**batch)            # input_ids, labels, attention_mask, position_ids
+    (model(**batch).loss / len(micro_batches)).backward()
+recorder.save()                              # before clipping, optimizer.step() and zero_grad()
+```
+
+A dump is a folder:
+
+- `dump.json`: loss settings, numbers of the layout, dtypes, and where the model is.
+- `rank-N.safetensors`: the micro-batches of data-parallel rank N, as `MICRO_BATCH.COLUMN`, and outputs of layers for
+  its first micro-batch, as `layer.INDEX`.
+- `gradients.safetensors`: the gradient of each parameter, or its norm.
+- `model/`: config and weights, unless `model_path` names a model with the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FORMAT = 1
+"""The version of the dump format."""
+
+COLUMNS = (
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "segment_ids",
+    "advantages",
+    "old_logprobs",
+    "reference_logprobs",
+    "pair",
+    "chosen",
+)
+"""Names of columns of a batch. `GradientRecorder.micro_batch` describes them."""
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class GradientRecorder:
+    """A recorder of one update.
+
+    In a distributed run each process makes one and calls the same methods. The first process writes gradients and
+    weights, which DTensors gather from all processes. Each data-parallel rank writes its own micro-batches.
+
+    Args:
+        model: The model that is trained, as the loop uses it (also wrapped by DDP, FSDP2 or torch.compile).
+        folder: The folder of the dump. All processes must see the same one.
+        loss: Settings of the loss. `name` is `cross_entropy` (default), `policy` (PPO, GRPO, DAPO) or `dpo`.
+            `reduction` is `token_mean` (default), `sequence_mean`, `sum`, or a number that sums are divided by.
+            The page of the command lists all keys.
+        model_path: A folder or hub name of a model with these weights. If None, the weights are written.
+        rank: The data-parallel rank of this process. If None, it is the rank in torch.distributed.
+        num_ranks: The number of data-parallel ranks. If None, it is the world size.
+        records: Whether this process writes its micro-batches. Let one process of each data-parallel rank do so.
+        layout: Sizes such as `{"tensor": 2, "context": 2}`.
+        layers: Whether to record outputs of layers in the first micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        loss: Mapping[str, Any] | None = None,
+        *,
+        model_path: str | None = None,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+        records: bool = True,
+        layout: Mapping[str, int] | None = None,
+        layers: bool = True,
+    ) -> None:
+        parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._world_rank = torch.distributed.get_rank() if parallel else rank or 0
+        self._model = model
+        self._folder = Path(folder)
+        self._rank = rank if rank is not None else self._world_rank
+        self._num_ranks = num_ranks or (torch.distributed.get_world_size() if parallel else 1)
+        self._records = records
+        self._facts: dict[str, Any] = {
+            "format": FORMAT,
+            "loss": {"name": "cross_entropy", "reduction": "token_mean", **(loss or {})},
+            "num_ranks": self._num_ranks,
+            "layout": dict(layout or {}),
+            "counts": {},
+            "model_path": model_path,
+        }
+        self._tensors: dict[str, Tensor] = {}
+        self._num_batches = 0
+        self._computed: torch.dtype | None = None
+        self._hooks = [
+            layer.register_forward_hook(self._watch(f"layer.{index}" if layers else ""))
+            for index, layer in enumerate(_layers(model))
+        ]
+
+    def micro_batch(self, **columns: Any) -> None:
+        """Record the columns of the next micro-batch, as the model gets them.
+
+        Args:
+            **columns: Tensors [rows, length], or lists of such rows. Columns that are None are left out.
+                `input_ids`: tokens. `labels`: -100 where there is no loss, else the token at the same position
+                (Hugging Face) or the next token (`loss["labels"] = "next"`). `loss_mask`: 1 where there is loss,
+                instead of labels. `attention_mask`: 0 on padding. `position_ids`, `segment_ids`: for packed rows, in
+                which positions restart or segments differ. `advantages`: [rows] or [rows, length].
+                `old_logprobs`, `reference_logprobs`: of the token at the same position; for DPO, [rows] sums of the
+                reference. `pair`, `chosen`: [rows], the number of the pair, and whether the row is the chosen one.
+
+        Raises:
+            ValueError: If a column has an unknown name.
+        """
+        unknown = sorted(set(columns) - set(COLUMNS))
+        if unknown:
+            raise ValueError(f"micro_batch: unknown columns {', '.join(unknown)}. Columns: {', '.join(COLUMNS)}.")
+        for name, value in columns.items():
+            if value is not None:
+                self._tensors[f"{self._num_batches}.{name}"] = torch.as_tensor(value).detach().cpu().clone()
+        self._num_batches += 1
+
+    def counts(self, **counts: float) -> None:
+        """Record numbers that the stack divides by. If the gradient is scaled, one of them may explain it."""
+        self._facts["counts"] |= {name: float(count) for name, count in counts.items()}
+
+    def save(self, gradients: Mapping[str, Tensor] | None = None, *, norms: bool = False) -> Path:
+        """Write the dump after the last backward pass, before gradients are clipped and weights change.
+
+        Args:
+            gradients: Gradients by their Hugging Face names, for models with other names. If None, they are read
+                from `.grad` (or Megatron's `.main_grad`) of the model's parameters.
+            norms: Whether to write only norms of gradients, which need almost no space and still show most bugs.
+
+        Returns:
+            The folder.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._records:
+            _write(self._folder / f"rank-{self._rank}.safetensors", self._tensors)
+        if gradients is None:
+            named = {name: _gradient(parameter) for name, parameter in self._model.named_parameters()}
+            gradients = {name: value for name, value in named.items() if value is not None}
+        gradients = self._whole(gradients)
+        kept = set(self._model.state_dict())
+        buffers = {name: value for name, value in self._model.named_buffers() if name in kept}
+        parameters = dict(self._model.named_parameters())
+        weights = self._whole({} if self._facts["model_path"] else {**parameters, **buffers})
+        if self._world_rank != 0:
+            return self._folder
+        if norms:
+            gradients = {name: value.double().norm().reshape(1) for name, value in gradients.items()}
+        _write(self._folder / "gradients.safetensors", gradients)
+        if weights:
+            self._save_model(weights)
+        first = next(iter(parameters.values()))
+        self._facts |= {
+            "norms": norms,
+            "weight_dtype": _name(first.dtype),
+            "dtype": _name(self._computed or first.dtype),
+            "tf32": first.is_cuda and torch.get_float32_matmul_precision() != "highest",
+            "torch": torch.__version__,
+        }
+        (self._folder / "dump.json").write_text(json.dumps(self._facts, indent=2))
+        return self._folder
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors on the host, by clean names, in the first process. Every process must call it."""
+        found: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            gathered: Tensor = getattr(value, "full_tensor", lambda value=value: value)()
+            if self._world_rank == 0:
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")
+                found[name] = gathered.detach().cpu()
+        return found
+
+    def _save_model(self, weights: dict[str, Tensor]) -> None:
+        model: Any = self._model
+        while not hasattr(model, "config") and hasattr(model, "module"):
+            model = model.module
+        if not hasattr(model, "save_pretrained"):
+            raise ValueError(
+                "The model has no save_pretrained, so its weights cannot be written as a Hugging Face folder. Give "
+                "model_path, a folder with a config.json and the same weights."
+            )
+        model = getattr(model, "_orig_mod", model)
+        model.save_pretrained(self._folder / "model", state_dict=weights)
+
+    def _watch(self, key: str) -> Any:
+        def see(module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not torch.is_grad_enabled() or type(hidden) is not Tensor:
+                return
+            kind = hidden.device.type
+            # Under autocast, sums over layers stay in fp32.
+            self._computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+            if key and key not in self._tensors:
+                self._tensors[key] = hidden.detach().cpu().clone()
+
+        return see
+
+
+def record_trainer(trainer: Any, folder: str | Path, loss: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Record the first update of a Hugging Face `Trainer`, such as TRL's SFTTrainer and GRPOTrainer.
+
+    Call it before `trainer.train()`. The dump is complete when the first update is made.
+
+    Args:
+        trainer: The trainer.
+        folder: The folder of the dump.
+        loss: Settings of the loss. If None, they are those of a GRPOTrainer's arguments, or cross entropy averaged
+            over tokens.
+        **options: Further arguments of `GradientRecorder`.
+    """
+    recorder: GradientRecorder | None = None
+    compute_loss, training_step = trainer.compute_loss, trainer.training_step
+
+    def record_loss(model: nn.Module, inputs: Mapping[str, Any], *rest: Any, **named: Any) -> Any:
+        columns = grpo_columns(inputs) if "completion_ids" in inputs else inputs
+        if recorder is not None:
+            recorder.micro_batch(**{name: columns[name] for name in COLUMNS if name in columns})
+            counts = {"num_items_in_batch": inputs.get("num_items_in_batch", named.get("num_items_in_batch"))}
+            recorder.counts(**{name: float(value) for name, value in counts.items() if value is not None})
+        return compute_loss(model, inputs, *rest, **named)
+
+    def step(model: nn.Module, inputs: Any, *rest: Any, **named: Any) -> Any:
+        nonlocal recorder
+        if recorder is None:
+            own = {**_trl_loss(trainer.args), **(loss or {})}
+            recorder = GradientRecorder(model, folder, own, **options)
+            recorder.counts(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
+        result = training_step(model, inputs, *rest, **named)
+        if trainer.accelerator.sync_gradients:
+            recorder.save()
+            trainer.compute_loss, trainer.training_step = compute_loss, training_step
+        return result
+
+    trainer.compute_loss, trainer.training_step = record_loss, step
+
+
+def exported_gradients(model: nn.Module, export: Callable[[], Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Return gradients under the names, and cut and joined in the way, in which `export` returns weights.
+
+    It is for Megatron-core and other models with names of their own. Gradients take the places of weights while
+    `export` runs. What `export` does to weights must be linear: rename, cut, join, permute and gather.
+    """
+    held = {parameter: parameter.data for parameter in model.parameters()}
+    try:
+        for parameter in held:
+            gradient = _gradient(parameter)
+            parameter.data = torch.zeros_like(parameter) if gradient is None else gradient.detach()
+        return {name: value.detach().cpu().clone() for name, value in export()}
+    finally:
+        for parameter, value in held.items():
+            parameter.data = value
+
+
+def grpo_columns(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a batch of TRL's GRPOTrainer, whose prompts are padded left, and completions right."""
+    prompts, completions = inputs["prompt_ids"], inputs["completion_ids"]
+    learned = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+
+    def whole(value: Tensor) -> Tensor:
+        return torch.cat([value.new_zeros(len(value), prompts.shape[1]), value], dim=1)
+
+    columns = {
+        "input_ids": torch.cat([prompts, completions], dim=1),
+        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        "loss_mask": whole(learned),
+        "advantages": inputs["advantages"] if inputs["advantages"].dim() == 1 else whole(inputs["advantages"]),
+    }
+    for name, given in (("old_logprobs", "old_per_token_logps"), ("reference_logprobs", "ref_per_token_logps")):
+        if inputs.get(given) is not None:
+            columns[name] = whole(inputs[given])
+    return columns
+
+
+def _trl_loss(arguments: Any) -> dict[str, Any]:
+    """Return the settings of the loss of TRL's arguments."""
+    if not hasattr(arguments, "epsilon"):
+        return {}
+    reductions = {"dapo": "token_mean", "grpo": "sequence_mean"}
+    if arguments.loss_type not in reductions:
+        raise ValueError(f"loss_type {arguments.loss_type} is none of {', '.join(reductions)}, which can be checked.")
+    low = arguments.epsilon
+    return {
+        "name": "policy",
+        "reduction": reductions[arguments.loss_type],
+        "clip_low": low,
+        "clip_high": low if arguments.epsilon_high is None else arguments.epsilon_high,
+        "kl": arguments.beta,
+        "temperature": arguments.temperature,
+    }
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, value in tensors.items():
+        start, end = end, end + value.numel() * value.element_size()
+        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in tensors.values():
+            file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the list with the most weights, which are the layers in all common models."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    largest = max(lists, key=lambda found: sum(value.numel() for value in found.parameters()), default=None)
+    if largest is None:
+        return []
+    return list(largest.values() if isinstance(largest, nn.ModuleDict) else largest)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,128 @@
+"""The oracle names the mistakes of small training loops in plain torch, and finds nothing in right ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_stacks import IGNORED, RIGHT, WRONG, batches, model_of, num_learned, padded
+from torch import nn
+from typer.testing import CliRunner
+
+from spurline.cli import app
+from spurline.errors import DataError
+from spurline_oracle.command import report
+from spurline_oracle.dump import read_dump
+from spurline_oracle.recorder import GradientRecorder, exported_gradients, record_trainer
+from spurline_oracle.verdict import judge
+
+OFTEN = ("llama, torch.float32", "qwen3, torch.bfloat16", "packed rows", "DAPO", "DPO", "two ranks")
+"""Right stacks that are checked in every run of the tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in RIGHT]
+)
+def test_a_right_stack_gets_a_clean_bill(name: str, tmp_path: Path) -> None:
+    RIGHT[name](tmp_path)
+    verdict = judge(read_dump(tmp_path), "cpu")
+    assert verdict.is_clean, report(verdict)
+    assert verdict.layer == ""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_mistake_of_a_wrong_stack_is_named(name: str, tmp_path: Path) -> None:
+    stack, cause = WRONG[name]
+    stack(tmp_path)
+    verdict = judge(read_dump(tmp_path), "cpu")
+    assert [each.title for each in verdict.explanations][:1] == [cause], report(verdict)
+
+
+def test_a_departure_of_the_forward_pass_is_placed_and_a_mistake_without_a_name_gets_none(tmp_path: Path) -> None:
+    model, batch = model_of("llama"), padded((9, 14), 0)
+    recorder = GradientRecorder(model, tmp_path)
+    recorder.micro_batch(**batch)
+    # The second layer adds a part of the token before, from the sixth token of the second row on.
+    change = torch.zeros(2, 14, 1).index_put_((torch.tensor(1), torch.arange(5, 14)), torch.tensor(0.1))
+    hook = lambda module, inputs, output: output + change * output.roll(1, 1)  # noqa: E731
+    model.model.layers[1].register_forward_hook(hook, prepend=True)
+    model(**batch).loss.backward()
+    recorder.save()
+    shown = CliRunner().invoke(app, ["check-gradients", str(tmp_path), "--device", "cpu"])
+    assert shown.exit_code == 1
+    assert "layer 1 of 2: from token 5 of row 1 on" in shown.output
+    assert "No known mistake explains the difference." in shown.output
+
+
+def test_a_trainer_of_hugging_face_is_recorded_by_one_call(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    rows = [{name: value[0] for name, value in padded((8,), seed).items()} for seed in range(8)]
+    for row, length in zip(rows, (8, 5, 6, 8, 4, 8, 8, 8), strict=True):
+        row["labels"][length:] = IGNORED
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "report_to": []}
+    arguments = transformers.TrainingArguments(str(tmp_path / "out"), use_cpu=True, save_strategy="no", **settings)
+    trainer = transformers.Trainer(model_of("qwen3"), arguments, train_dataset=rows)
+    record_trainer(trainer, tmp_path / "dump")
+    trainer.train()
+    verdict = judge(read_dump(tmp_path / "dump"), "cpu")
+    assert verdict.is_clean, report(verdict)
+    assert len(verdict.dump.rows) == 4
+
+
+class Renamed(nn.Module):
+    """A model with names of its own, and gradients that are kept apart, as in Megatron-core."""
+
+    def __init__(self, causal: nn.Module) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(causal.parameters())
+        self.names = [name for name, _ in causal.named_parameters()]
+
+
+def test_gradients_are_exported_as_weights_are(tmp_path: Path) -> None:
+    model, found = model_of("llama"), batches()
+    model.save_pretrained(tmp_path / "model")
+    other = Renamed(model)
+    recorder = GradientRecorder(other, tmp_path / "dump", {"labels": "next"}, model_path=str(tmp_path / "model"))
+    for batch in found:
+        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        recorder.micro_batch(**{**batch, "labels": shifted})
+        model(**batch, num_items_in_batch=num_learned(found)).loss.backward()
+    for weight in other.weights:
+        weight.main_grad, weight.grad = weight.grad, None
+    before = [weight.detach().clone() for weight in other.weights]
+    recorder.save(exported_gradients(other, lambda: zip(other.names, other.weights, strict=True)))
+    assert all(map(torch.equal, before, other.weights))
+    assert judge(read_dump(tmp_path / "dump"), "cpu").is_clean
+
+
+def test_what_a_dump_lacks_is_said(tmp_path: Path) -> None:
+    model, batch = model_of("llama"), padded((9, 14), 0)
+    with pytest.raises(DataError, match="not a complete dump"):
+        read_dump(tmp_path)
+    recorder = GradientRecorder(model, tmp_path, {"name": "policy", "kl": 0.1})
+    with pytest.raises(ValueError, match="unknown columns token_type_ids"):
+        recorder.micro_batch(**batch, token_type_ids=batch["input_ids"])
+    recorder.micro_batch(**batch)
+    recorder.save({"model.norm.bias": torch.ones(32)})
+    with pytest.raises(DataError, match="needs the columns advantages, reference_logprobs"):
+        judge(read_dump(tmp_path), "cpu")
+    GradientRecorder(model, tmp_path).save({"model.norm.bias": torch.ones(32)})
+    with pytest.raises(DataError, match="has no token with loss"):
+        read_dump(tmp_path)
+
+
+@pytest.mark.processes
+def test_ranks_of_fsdp_record_one_dump(tmp_path: Path) -> None:
+    loop = Path(__file__).parents[2] / "support" / "recorded_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(loop)]
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=300, env=os.environ | path)
+    verdict = judge(read_dump(tmp_path), "cpu")
+    assert verdict.is_clean, report(verdict)
+    assert (verdict.dump.facts["weight_dtype"], verdict.dump.facts["dtype"]) == ("float32", "bfloat16")
+    assert len(verdict.dump.ranks) == 2
