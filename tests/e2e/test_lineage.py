@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from async_runs import asynchronous
-from run_helpers import Config, Spurline, assert_same_weights, deterministic, read_metrics, train
+from run_helpers import (
+    Config,
+    KillableProcess,
+    Spurline,
+    assert_same_weights,
+    deterministic,
+    read_metrics,
+    train,
+    write_pairs,
+)
+from safetensors.torch import load_file
 
 from spurline.digests import digest_file
+from spurline.plugins import hookimpl
+from spurline_lineage.blame import blame_step, groups_alone
 from spurline_lineage.recorder import read_lineage
 
 
@@ -70,10 +85,14 @@ def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
 ) -> None:
     config = recorded(request.getfixturevalue("base_config" if kind == "rows of data" else "rl_config"), steps=5)
     data = tmp_path / "data.jsonl"
-    data.write_bytes(Path(config["data"]["train"]).read_bytes())
+    # So few rows that five steps draw all of them.
+    data.write_text("".join(Path(config["data"]["train"]).read_text().splitlines(keepends=True)[:16]))
     config["data"] = {**config["data"], "train": str(data)}
     run_dir = Path(train(config).run_dir)
-    assert spurline("verify", run_dir)[:2] == (0, "Equal: steps 5 to 5 were recomputed, and the record fits together.\n")
+    assert spurline("verify", run_dir)[:2] == (
+        0,
+        "Equal: steps 5 to 5 were recomputed, and the record fits together.\n",
+    )
     code, out, _ = spurline("verify", run_dir, "--step", 4, "--from", "start")
     assert (code, out) == (0, "Equal: steps 1 to 4 were recomputed, and the record fits together.\n")
 
@@ -103,9 +122,7 @@ def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
     assert out.startswith("step 3: weights before:")
 
     # A letter of a row of the data.
-    content = data.read_text(encoding="utf-8")
-    place = content.rindex('"content": "') + len('"content": "')
-    flipped(data, len(content[:place].encode()))
+    flipped(data, data.read_bytes().index(b'"content": "') + len('"content": "'))
     code, out, _ = spurline("verify", run_dir)
     assert code == 1
     assert out.startswith("step 5: rows:")
@@ -113,3 +130,82 @@ def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
     assert code == 1
     assert ": rows:" in out
     assert [path.name for path in run_dir.iterdir() if path.name == "again"] == []
+
+
+@pytest.mark.processes
+def test_verify_passes_on_a_run_that_was_killed_five_times(
+    base_config: Config, killable_process: Callable[..., KillableProcess], spurline: Spurline
+) -> None:
+    config = recorded(base_config, steps=20)
+    whole = train(config, name="whole")
+    instants = random.Random(3)
+    for _ in range(5):
+        process = killable_process(config)
+        process.wait_for_steps(instants.randint(1, 2), instants.uniform(0, 0.02))
+        process.kill()
+    run_dir = Path(train(config).run_dir)
+    assert chains(run_dir) == chains(whole.run_dir)
+    code, out, _ = spurline("verify", run_dir, "--from", "start")
+    assert (code, out) == (0, "Equal: steps 1 to 20 were recomputed, and the record fits together.\n")
+
+
+SGD = {"name": "sgd", "learning_rate": 0.01, "max_grad_norm": None}
+
+
+@pytest.mark.parametrize("kind", ["rows of data", "pairs", "rollouts"])
+def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_without_its_group(
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = request.getfixturevalue("rl_config" if kind == "rollouts" else "base_config")
+    config = recorded(config, steps=3, optimizer=SGD, schedule="constant")
+    if kind == "rollouts":
+        # An advantage of a group does not depend on other groups, so all mini-batches can be compared.
+        config["minibatches"] = {"name": "by_prompt", "prompts_per_minibatch": 4}
+    if kind == "pairs":
+        pairs = write_pairs(tmp_path / "pairs.jsonl", 16, 3)
+        config |= {"source": "preference", "loss": "dpo", "data": {"train": str(pairs), "max_length": 128}}
+    run_dir = Path(train(config).run_dir)
+    code, out, err = spurline("blame", run_dir, "--step", 3, "--top", 2)
+    assert code == 0, err
+    assert "largest shares:" in out and "smallest shares:" in out
+    shares = blame_step(run_dir, 3).shares()
+    assert sum(share for share, _ in shares) == pytest.approx(1, abs=1e-6)
+    share, largest = shares[0]
+    assert largest.text
+    assert f"{share:+.4f}  {largest.uid}" in out
+
+    class Without:
+        """Makes the update without the loss of one group, after the real normaliser was computed."""
+
+        @hookimpl
+        def on_run_start(self, run: Any) -> None:
+            update = run.backend.update
+
+            def without(batch: Any, objective: Any, *, role: str = "policy") -> Any:
+                for uid, alone in groups_alone(batch):
+                    if uid == largest.uid and self.step == 3:
+                        own = alone.tokens["loss_weights"] != 0
+                        rows = torch.isin(batch.unit_ids, alone.unit_ids)
+                        weights = batch.tokens["loss_weights"].clone()
+                        weights[rows] = torch.where(own, 0.0, weights[rows])
+                        batch = batch.with_tokens(loss_weights=weights)
+                return update(batch, objective, role=role)
+
+            run.backend.update = without
+
+        @hookimpl
+        def on_step_start(self, step: int) -> None:
+            self.step = step
+
+    other = train(config, Without(), name="without")
+    before, whole, changed = (
+        load_file(path / "backend/model.safetensors")
+        for path in (
+            run_dir / "checkpoints/step-00000002",
+            run_dir / "checkpoints/step-00000003",
+            other.run_dir / "checkpoints/step-00000003",
+        )
+    )
+    moved = torch.cat([(whole[name] - before[name]).double().flatten() for name in whole])
+    left = torch.cat([(changed[name] - before[name]).double().flatten() for name in whole])
+    assert float(left @ moved / (moved @ moved)) == pytest.approx(1 - share, abs=2e-3)

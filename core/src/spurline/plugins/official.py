@@ -59,7 +59,7 @@ _TABLE = {
         loss/dppo loss/ppo_per_row loss/ppo_entropy_target correction/kpop advantage/gdpo advantage/turn_grpo""",
     "evals": "evaluation/lm_eval",
     "curricula": "order/mixture order/success_mixture",
-    "lineage": "section/lineage command/fork command/verify",
+    "lineage": "section/lineage command/blame command/fork command/verify",
     "fsdp_backend": "backend/fsdp",
     "megatron_backend": "backend/megatron",
 }

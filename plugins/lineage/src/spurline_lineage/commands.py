@@ -14,6 +14,9 @@ from spurline.importing import importing
 from spurline.run.directory import check_run_directory
 from spurline.terminal import printable
 
+_MOST_CHARACTERS = 200
+"""Length of a text in the list of `spurline blame`."""
+
 
 def fork(
     run: Annotated[str, typer.Argument(metavar="RUN@STEP", help="Folder of a run and a step, `latest` or `best`.")],
@@ -62,3 +65,34 @@ def verify(
         typer.echo(f"Not equal, from step {first.step} on.")
         raise typer.Exit(1)
     typer.echo(f"Equal: steps {steps[0]} to {steps[-1]} were recomputed, and the record fits together.")
+
+
+def blame(
+    run_dir: RunDirArgument,
+    step: Annotated[int, typer.Option(min=1, help="The step to explain.")],
+    top: Annotated[int, typer.Option(min=1, help="Number of prompts or samples to show at either end.")] = 5,
+) -> None:
+    """Show which prompts or samples moved the weights most in a step, and which ones pulled against it."""
+    check_run_directory(run_dir)
+    with importing():
+        from spurline_lineage.blame import blame_step
+
+    shares = blame_step(run_dir, step).shares()
+    total = sum(share for share, _ in shares)
+    typer.echo(f"step {step}: {len(shares)} groups, whose shares in the update add up to {total:.6f}")
+    first, last = shares[:top], shares[max(top, len(shares) - top) :]
+    for title, shown in (("largest shares", first), ("smallest shares", last)):
+        if shown:
+            typer.echo(f"{title}:")
+        for share, part in shown:
+            rewards = f", rewards {' '.join(f'{reward:.3g}' for reward in part.rewards)}" if part.rewards else ""
+            typer.echo(printable(f"  {share:+.4f}  {part.uid}  ({part.loss_tokens:,} tokens with loss{rewards})"))
+            typer.echo(printable(f"           {_one_line(part.text)}"))
+
+
+def _one_line(text: str) -> str:
+    """Return the beginning of a text and its end, where the answer is."""
+    line = " ".join(text.split())
+    if len(line) <= _MOST_CHARACTERS:
+        return line
+    return f"{line[: _MOST_CHARACTERS // 3]} ... {line[-2 * _MOST_CHARACTERS // 3 :]}"

@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from spurline.digests import digest_file
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
+from spurline.digests import digest_file
 
 if TYPE_CHECKING:
     from spurline.protocols.backend import Backend

@@ -18,7 +18,15 @@ from spurline.plugins import hookimpl
 from spurline.plugins.run_view import RunView
 from spurline.trackers.jsonl import cut_back, read_json_lines
 from spurline_lineage.configs import LineageConfig
-from spurline_lineage.fingerprints import PARTS, chain_hash, content_hash, prompts_hash, rollouts_hash, rows_hash, weights_hash
+from spurline_lineage.fingerprints import (
+    PARTS,
+    chain_hash,
+    content_hash,
+    prompts_hash,
+    rollouts_hash,
+    rows_hash,
+    weights_hash,
+)
 
 LINEAGE_FILE = "lineage.jsonl"
 """Name of the file inside the run directory."""

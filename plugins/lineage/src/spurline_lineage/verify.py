@@ -123,7 +123,9 @@ def _has_other_rows(run_dir: Path, checkpoint: Checkpoint) -> bool:
         source = build_data(loaded, stack).source
         try:
             if isinstance(source, Stateful):
-                source.load_state_dict(read_state(checkpoint.path / "components" / "source" / loaded.config.source.name))
+                source.load_state_dict(
+                    read_state(checkpoint.path / "components" / "source" / loaded.config.source.name)
+                )
         except CheckpointError:
             return True
     return False
