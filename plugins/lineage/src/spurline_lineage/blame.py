@@ -8,7 +8,7 @@ A negative share belongs to a group that alone would have moved the weights agai
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class Blame:
 
 
 def groups_alone(batch: TrainingBatch) -> Iterator[tuple[str, TrainingBatch]]:
-    """Yield (uid, batch) for each uid with loss. The batch has all rows of its units, and loss on its segments alone."""
+    """Yield (uid, batch) for each uid with loss. The batch has all rows of its units, and loss on its own segments."""
     weights, uids = batch.tokens["loss_weights"], batch.segments["uid"]
     starts = torch.from_numpy(uids.offsets[:-1].astype(np.int64)).unsqueeze(1)
     # Padding has the segment id 0, and no loss.
@@ -130,8 +130,8 @@ def _dot(one: Tensor, other: Tensor) -> float:
     return float(torch.dot(one.flatten().double(), other.flatten().double()))
 
 
-def blame_step(run_dir: Path, step: int) -> Blame:
-    """Train a step of a run again, and return the part of each group in its update."""
+def blame_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Blame:
+    """Train a step of a run again, with these settings changed, and return the part of each group in its update."""
     blame = Blame(step)
-    with trained_again(run_dir, checkpoint_before(run_dir, step), step, blame):
+    with trained_again(run_dir, checkpoint_before(run_dir, step), step, overrides, blame):
         return blame

@@ -52,12 +52,13 @@ def verify(
         str | None,
         typer.Option("--from", help="Checkpoint to begin with, or `start`. Default: the last one before the step."),
     ] = None,
+    overrides: SetOption = None,
 ) -> None:
     """Recompute steps of a run with plugins: [lineage], and say whether they are equal. Exit code 1: they are not."""
     with importing():
         from spurline_lineage.verify import verify as verified
 
-    steps, departures = verified(run_dir, step, start)
+    steps, departures = verified(run_dir, step, start, overrides or [])
     for departure in departures:
         typer.echo(printable(f"step {departure.step}: {departure.part.replace('_', ' ')}: {departure.words}"))
     if departures:
@@ -71,13 +72,14 @@ def blame(
     run_dir: RunDirArgument,
     step: Annotated[int, typer.Option(min=1, help="The step to explain.")],
     top: Annotated[int, typer.Option(min=1, help="Number of prompts or samples to show at either end.")] = 5,
+    overrides: SetOption = None,
 ) -> None:
     """Show which prompts or samples moved the weights most in a step, and which ones pulled against it."""
     check_run_directory(run_dir)
     with importing():
         from spurline_lineage.blame import blame_step
 
-    shares = blame_step(run_dir, step).shares()
+    shares = blame_step(run_dir, step, overrides or []).shares()
     total = sum(share for share, _ in shares)
     typer.echo(f"step {step}: {len(shares)} groups, whose shares in the update add up to {total:.6f}")
     first, last = shares[:top], shares[max(top, len(shares) - top) :]

@@ -159,20 +159,33 @@ class _StopAfter:
 
 
 @contextmanager
-def trained_again(run_dir: Path, checkpoint: Checkpoint | None, last_step: int, *hooks: object) -> Iterator[Path]:
+def trained_again(
+    run_dir: Path, checkpoint: Checkpoint | None, last_step: int, overrides: Sequence[str], *hooks: object
+) -> Iterator[Path]:
     """Train the steps after a checkpoint once more, up to `last_step`, and return a context with their run directory.
 
     Args:
         run_dir: The run. The other directory is inside it, and is removed at the end of the context.
         checkpoint: The checkpoint before the steps. If None, training begins at step 1.
         last_step: The last step to train. The settings are those that were in force at this step.
+        overrides: `key.path=value` strings that change these settings.
         hooks: Further hook implementations for the run.
+
+    Raises:
+        CheckpointError: If training cannot begin at step 1, since a setting was changed before `last_step`.
+        KeyboardInterrupt: If a signal stops the training.
     """
+    changes = read_mapping(RunDirectory(run_dir).summary).get("history", [])
+    if checkpoint is None and (earlier := [change for change in changes if change["step"] < last_step]):
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint before step {last_step}, and a run from step 1 on would differ: "
+            f"{earlier[0]['key']} was changed after step {earlier[0]['step']}. Choose a later step."
+        )
     settings = {**settings_at(run_dir, last_step), **_QUIET}
     settings["data"] = {**settings["data"], "eval": []}
     with scratch_inside(run_dir / "again") as scratch:
         folder = scratch / "run"
-        loaded = _load(settings, (), folder)
+        loaded = _load(settings, overrides, folder)
         if checkpoint is not None:
             _copy_checkpoint(run_dir, checkpoint, loaded)
         for number, hook in enumerate((_StopAfter(last_step), *hooks)):
@@ -180,6 +193,7 @@ def trained_again(run_dir: Path, checkpoint: Checkpoint | None, last_step: int, 
         # The terminal shows the steps as progress. Only the answer of a command is its output.
         with suppress(_ReachedError), redirect_stdout(sys.stderr):
             Run(loaded).train()
+            raise KeyboardInterrupt(f"Stopped before step {last_step} was trained again.")
         yield folder
 
 

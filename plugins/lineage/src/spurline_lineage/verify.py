@@ -6,14 +6,14 @@ had made, and the digests of kept files of rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from spurline.config.loading import LoadedConfig, load_config
+from spurline.config.loading import load_config
 from spurline.errors import CheckpointError, DamagedCheckpointError, UserError
 from spurline.protocols.stateful import Stateful
 from spurline.run.build import build_data
@@ -38,7 +38,9 @@ class Departure:
     words: str
 
 
-def verify(run_dir: Path, step: int | None, start: str | None) -> tuple[range, list[Departure]]:
+def verify(
+    run_dir: Path, step: int | None, start: str | None, overrides: Sequence[str]
+) -> tuple[range, list[Departure]]:
     """Recompute steps of a run, and return the recomputed steps and the departures.
 
     Args:
@@ -46,6 +48,7 @@ def verify(run_dir: Path, step: int | None, start: str | None) -> tuple[range, l
         step: The last step to recompute. If None, it is the last recorded step.
         start: The folder of the checkpoint to begin with, or `start` for the first step. If None, it is the last
             checkpoint before the step.
+        overrides: Settings that differ from those of the run, such as a path on this machine.
 
     Raises:
         UserError: If the run has no record of the step.
@@ -63,7 +66,7 @@ def verify(run_dir: Path, step: int | None, start: str | None) -> tuple[range, l
     except DamagedCheckpointError as error:
         return range(last, last), [*found, Departure(last, "checkpoint", str(error))]
     steps = range(1 if checkpoint is None else checkpoint.step + 1, last + 1)
-    return steps, found + _recomputed(run_dir, lines, checkpoint, steps)
+    return steps, found + _recomputed(run_dir, lines, checkpoint, steps, overrides)
 
 
 def _checkpoint(run_dir: Path, step: int, start: str | None) -> Checkpoint | None:
@@ -95,16 +98,18 @@ def _departures_of_record(run_dir: Path, lines: Lines) -> Iterator[Departure]:
                 yield Departure(step, name, "the content of the file has changed")
 
 
-def _recomputed(run_dir: Path, lines: Lines, checkpoint: Checkpoint | None, steps: range) -> list[Departure]:
+def _recomputed(
+    run_dir: Path, lines: Lines, checkpoint: Checkpoint | None, steps: range, overrides: Sequence[str]
+) -> list[Departure]:
     """Return the departures of the first recomputed step that has any."""
     try:
-        with trained_again(run_dir, checkpoint, steps[-1]) as again:
+        with trained_again(run_dir, checkpoint, steps[-1], overrides) as again:
             made = read_lineage(again)
     except CheckpointError as error:
-        part = "rows" if checkpoint is not None and _has_other_rows(run_dir, checkpoint) else "checkpoint"
+        part = "rows" if checkpoint is not None and _has_other_rows(run_dir, checkpoint, overrides) else "checkpoint"
         return [Departure(steps[0], part, str(error))]
     for step in steps:
-        then, now = lines.get(step, {}), made.get(step, {})
+        then, now = lines.get(step, {}), made[step]
         parts = [part for part in PARTS if differ(then.get(part), now.get(part))]
         if parts:
             return [Departure(step, part, f"{then[part]} was recorded, {now[part]} was computed") for part in parts]
@@ -116,16 +121,15 @@ def differ(one: str | None, other: str | None) -> bool:
     return None not in (one, other) and one != other
 
 
-def _has_other_rows(run_dir: Path, checkpoint: Checkpoint) -> bool:
+def _has_other_rows(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> bool:
     """Return whether the source refuses its state in the checkpoint, since the data has changed."""
-    loaded: LoadedConfig = load_config(settings_at(run_dir, checkpoint.step + 1), recorded=True)
+    loaded = load_config(settings_at(run_dir, checkpoint.step + 1), overrides, recorded=True)
+    kept = checkpoint.path / "components" / "source" / loaded.config.source.name
     with ExitStack() as stack:
         source = build_data(loaded, stack).source
         try:
             if isinstance(source, Stateful):
-                source.load_state_dict(
-                    read_state(checkpoint.path / "components" / "source" / loaded.config.source.name)
-                )
+                source.load_state_dict(read_state(kept))
         except CheckpointError:
             return True
     return False
