@@ -117,7 +117,8 @@ def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
         0,
         "Equal: steps 5 to 5 were recomputed, and the record fits together.\n",
     )
-    data = data.rename(data.with_name("elsewhere.jsonl"))
+    (tmp_path / "elsewhere").mkdir()
+    data = data.rename(tmp_path / "elsewhere" / data.name)
     moved = ("--set", f"data.train={data}")
     code, out, _ = spurline("verify", run_dir, "--step", 4, "--from", "start", *moved)
     assert (code, out) == (0, "Equal: steps 1 to 4 were recomputed, and the record fits together.\n")

@@ -8,7 +8,7 @@ from spurline.config.section import Section
 
 
 class LineageConfig(Section):
-    """What is hashed in each step. The hashes are in RUN_DIR/lineage.jsonl."""
+    """Settings of the hashes that each step adds to RUN_DIR/lineage.jsonl."""
 
     weights_every_steps: int = Field(default=1, gt=0)
     """Hash the weights each time this many steps are done. Rows and rollouts are hashed in every step."""
