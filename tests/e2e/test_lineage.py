@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from spurline.digests import digest_file
 from spurline.plugins import hookimpl
+from spurline.run.evaluations.evaluation import DataEvaluation
 from spurline_lineage.blame import blame_step, groups_alone
 from spurline_lineage.recorder import read_lineage
 
@@ -236,3 +237,17 @@ def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_wi
     moved = torch.cat([(whole[name] - before[name]).double().flatten() for name in whole])
     left = torch.cat([(changed[name] - before[name]).double().flatten() for name in whole])
     assert float(left @ moved / (moved @ moved)) == pytest.approx(1 - share, abs=2e-3)
+
+
+def test_a_step_whose_evaluation_failed_has_its_line_after_the_resume(
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recorded(base_config, steps=4, evaluation={"every_steps": 3})
+    config["data"] = {**config["data"], "eval": config["data"]["train"]}
+    whole = train(config, name="whole")
+    with monkeypatch.context() as broken:
+        broken.setattr(DataEvaluation, "evaluate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+    assert list(chains(config["run_dir"])) == [1, 2]
+    assert chains(train(config).run_dir) == chains(whole.run_dir)

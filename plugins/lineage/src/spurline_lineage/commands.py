@@ -11,7 +11,6 @@ from spurline.cli import print_result
 from spurline.cli_options import RunDirArgument, SetOption
 from spurline.errors import UserError
 from spurline.importing import importing
-from spurline.run.directory import check_run_directory
 from spurline.terminal import printable
 
 _MOST_CHARACTERS = 200
@@ -25,6 +24,7 @@ def fork(
     steps: Annotated[int | None, typer.Option(min=1, help="Last step of the new run. Default: as the parent.")] = None,
 ) -> None:
     """Train a new run from a checkpoint of another run, with the same draws and seeds and with changed settings."""
+    from spurline.run.directory import check_run_directory
     from spurline.trackers.start_lines import StartLines, banner
 
     parent, at, step = run.rpartition("@")
@@ -75,6 +75,8 @@ def blame(
     overrides: SetOption = None,
 ) -> None:
     """Show which prompts or samples moved the weights most in a step, and which ones pulled against it."""
+    from spurline.run.directory import check_run_directory
+
     check_run_directory(run_dir)
     with importing():
         from spurline_lineage.blame import blame_step
