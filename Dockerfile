@@ -33,7 +33,7 @@ COPY plugins plugins
 RUN pip install -c constraints.txt ./core ./plugins/text './plugins/models[lora]' ./plugins/preference './plugins/rl[math]' \
       ./plugins/concurrency ./plugins/ranks ./plugins/insight ./plugins/planning './plugins/trackers[tensorboard]' ./plugins/collation_fast \
       ./plugins/async_rl ./plugins/environments ./plugins/agents ./plugins/fsdp_backend ./plugins/megatron_backend \
-      ./plugins/distillation ./plugins/reward_models ./plugins/objectives ./plugins/evals ./plugins/curricula ./plugins/oracle
+      ./plugins/distillation ./plugins/reward_models ./plugins/objectives ./plugins/evals ./plugins/curricula ./plugins/oracle ./plugins/lineage
 RUN if [ "$VARIANT" = cuda ]; then pip install -c constraints.txt -c constraints-gpu.txt liger-kernel; fi
 
 # The image must answer and plan a run without a network, or it is not finished.

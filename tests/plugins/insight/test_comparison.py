@@ -56,6 +56,19 @@ def test_settings_that_differ_stand_side_by_side_and_no_others(runs: list[Path],
     assert "run_dir" not in found
 
 
+def test_a_parent_and_its_fork_show_the_settings_first_and_the_steps_after_the_fork(tmp_path: Path) -> None:
+    parent, fork = write_run(tmp_path / "parent"), write_run(tmp_path / "fork", lr=1e-3)
+    summary = json.loads((fork / "summary.json").read_text())
+    made = {"step": 7, "key": "run_dir", "before": str(parent.resolve()), "now": str(fork)}
+    (fork / "summary.json").write_text(json.dumps(summary | {"history": [made]}))
+    page = write_comparison([parent, fork], tmp_path / "comparison.html")
+    found = words(page)
+    assert found.index("These runs are one run up to step 7.") < found.index("optimizer.lr") < found.index("Results")
+    assert [trace["x"][0] for trace in figures(page)["grad_norm"]["data"]] == [8, 8]
+    unrelated = write_run(tmp_path / "unrelated", lr=1e-2)
+    assert "one run up to" not in words(write_comparison([parent, fork, unrelated], tmp_path / "three.html"))
+
+
 def test_results_stand_side_by_side_with_the_extremes_of_each_run(runs: list[Path], tmp_path: Path) -> None:
     page = write_comparison(runs, tmp_path / "comparison.html")
     row = re.search(r"<tr><td>eval/hard/exact_match</td>(.*?)</tr>", page.read_text())

@@ -19,8 +19,7 @@ DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "environments", "ranks"
 
 _TABLE = {
     "text": "dataset/hf dataset/hf_stream tokenization/sequential source/sft source/stream",
-    "models": """
-        optimizer/adamw optimizer/adamw_8bit optimizer/sgd optimizer/muon schedule/constant schedule/linear
+    "models": """optimizer/adamw optimizer/adamw_8bit optimizer/sgd optimizer/muon schedule/constant schedule/linear
         schedule/cosine schedule/wsd backend/local loss/cross_entropy loss/dft evaluation/loss command/export
         command/generate""",
     "preference": """
@@ -61,6 +60,7 @@ _TABLE = {
     "evals": "evaluation/lm_eval",
     "curricula": "order/mixture order/success_mixture",
     "oracle": "command/check-gradients",
+    "lineage": "section/lineage command/blame command/fork command/verify",
     "fsdp_backend": "backend/fsdp",
     "megatron_backend": "backend/megatron",
 }

@@ -1,14 +1,15 @@
 """Compare several runs on one page: their results, the settings that differ, and their curves in common plots.
 
 A run has the same colour in the header and in all plots. Metrics that at least two runs recorded get a plot. Plots of
-the usual metrics are open. Other plots are folded, in groups by the first part of the metric's name.
+the usual metrics are open. Other plots are folded, in groups by the first part of the metric's name. If the runs are a
+parent and its forks, the page begins with the settings that differ, and shows the steps after the first fork.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
         ComparedRun(name, read_record(run_dir), series_color(number), "solid" if number < 8 else "dot")
         for number, (run_dir, name) in enumerate(zip(run_dirs, distinct_names(run_dirs), strict=True))
     ]
+    fork = _first_fork(runs)
+    if fork is not None:
+        runs = [replace(run, record=_after(run.record, fork)) for run in runs]
     recorded = Counter(name for run in runs for name in run.metrics)
     shared = sorted(name for name, count in recorded.items() if count > 1)
     if not shared:
@@ -71,9 +75,26 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
         raise UserError(f"These runs have recorded no metric in common, so they cannot be compared ({found}).")
     title = f"{', '.join(run.name for run in runs)} · Spurline comparison"
     folders = ", ".join(f"<code>{text(run.record.run_dir.resolve())}</code>" for run in runs)
-    sections = [("Results", _results(runs)), ("Settings that differ", _settings(runs)), *_curves(runs, shared)]
+    parts = [("Results", _results(runs)), ("Settings that differ", _settings(runs, fork))]
+    sections = [*(parts if fork is None else reversed(parts)), *_curves(runs, shared)]
     write_page(out, title, _header(runs), sections, f"Spurline comparison of {folders}")
     return out
+
+
+def _first_fork(runs: Sequence[ComparedRun]) -> int | None:
+    """Return the step at which the first fork of one parent began, or None if the runs are no such family."""
+    families: set[str] = set()
+    steps: list[int] = []
+    for run in runs:
+        history = run.record.summary.get("history", [])
+        forks = [change for change in history if change["key"] == "run_dir"]
+        families.add(forks[-1]["before"] if forks else str(run.record.run_dir.resolve()))
+        steps += [change["step"] for change in forks[-1:]]
+    return min(steps) if len(families) == 1 and steps else None
+
+
+def _after(record: RunRecord, step: int) -> RunRecord:
+    return replace(record, metrics=[line for line in record.metrics if line["step"] > step])
 
 
 def _header(runs: Sequence[ComparedRun]) -> str:
@@ -110,7 +131,7 @@ def _result(run: ComparedRun, name: str) -> str:
     return f"{score(values[-1])} <small>{ends}</small>"
 
 
-def _settings(runs: Sequence[ComparedRun]) -> str:
+def _settings(runs: Sequence[ComparedRun], fork: int | None) -> str:
     flat = [_flat(run.record.config) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     rows: list[list[str]] = []
@@ -122,7 +143,8 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
             rows.append([f"<code>{text(value)}</code>" for value in (key, *shown)])
     if not rows:
         return block(caption("None: the runs have the same config."), wide=True)
-    return block(table(["Setting", *(run.name for run in runs)], rows, css="settings-table"), wide=True)
+    note = "" if fork is None else caption(f"These runs are one run up to step {fork:,}. Later steps are shown.")
+    return block(note, table(["Setting", *(run.name for run in runs)], rows, css="settings-table"), wide=True)
 
 
 def _flat(value: Any, key: str = "") -> dict[str, str]:

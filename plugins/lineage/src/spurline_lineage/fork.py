@@ -1,0 +1,204 @@
+"""Begin a run with the checkpoint of another run and with other settings, or train steps of a run once more.
+
+A fork gets the checkpoint's files as hard links, with a manifest of its own: its settings, and a history that names
+the parent and each changed setting. From then on it is an ordinary run with a checkpoint. Its state includes the
+position in the data and the states of random numbers, so it differs from its parent only by what was changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spurline.config.compare import differences
+from spurline.config.loading import LoadedConfig, load_config
+from spurline.config.section import OnResume, sections_within
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError, SpurlineError, listing
+from spurline.files import scratch_inside, write_errors
+from spurline.plugins import hookimpl
+from spurline.run.checkpoints.checkpoint import BACKEND, MANIFEST, Checkpoint, CheckpointStore, Written, open_checkpoint
+from spurline.run.directory import RunDirectory, read_mapping
+from spurline.run.run import Run
+
+_REWRITTEN = ("format", "version", "step", "files", "best")
+"""Entries of a manifest that are not copied. The best checkpoint of the parent is not in the fork."""
+_QUIET = {
+    "trackers": [],
+    "evaluations": {},
+    "evaluation": {},
+    "stop_when": None,
+    "checkpoint": {"every_minutes": None},
+    "report": {"enabled": False},
+}
+"""Settings of a run that trains steps once more. They do not change what the steps do."""
+
+
+def checkpoint_at(run_dir: Path, step: str) -> Checkpoint:
+    """Return the checkpoint of a step, or the `latest` or `best` one. Raises CheckpointError listing all steps."""
+    store = CheckpointStore(RunDirectory(run_dir).checkpoints)
+    if not step.isdecimal():
+        return store.chosen(step, "RUN@STEP")
+    found = {_step_of(path): path for path in store.paths()}
+    if int(step) not in found:
+        what = "A run from step 0 on is no fork: train the config with another run_dir. " if int(step) == 0 else ""
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint of step {step}. {what}Steps with a checkpoint: {listing(map(str, found))}. "
+            "checkpoint.every_steps and checkpoint.keep_last decide which ones a run keeps."
+        )
+    return open_checkpoint(found[int(step)])
+
+
+def checkpoint_before(run_dir: Path, step: int) -> Checkpoint | None:
+    """Return the last checkpoint before a step, or None if the step must be reached from the beginning."""
+    paths = [path for path in CheckpointStore(RunDirectory(run_dir).checkpoints).paths() if _step_of(path) < step]
+    return open_checkpoint(paths[-1]) if paths else None
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], new_dir: Path) -> LoadedConfig:
+    """Write a new run directory that goes on from a checkpoint with other settings, and return its config.
+
+    If the folder is this fork already, nothing is written: training its config goes on where it was interrupted.
+
+    Args:
+        run_dir: The parent.
+        checkpoint: A checkpoint of the parent.
+        overrides: `key.path=value` strings. Each setting may change. What the state in the checkpoint does not fit is
+            refused when the fork is trained, with the words of a resume.
+        new_dir: The folder of the fork, new or empty.
+
+    Raises:
+        ConfigError: If a setting is invalid, or two settings contradict each other.
+        RunDirectoryError: If the new folder has other content.
+    """
+    loaded, parent = _load(checkpoint.config, overrides, new_dir), _load(checkpoint.config, (), new_dir)
+    # The record of a run has all defaults, some of which would be refused if a user had written them.
+    known = _problems(parent)
+    problems = [problem for problem in _problems(loaded) if problem not in known]
+    if problems:
+        raise ConfigError(problems, f"the fork of {checkpoint.path}")
+    if not new_dir.exists() or (new_dir.is_dir() and not any(new_dir.iterdir())):
+        _copy_checkpoint(run_dir, checkpoint, loaded)
+    elif not _is_fork(new_dir, run_dir, checkpoint):
+        raise RunDirectoryError(
+            f"{new_dir} is not empty, and is no fork of {run_dir} at step {checkpoint.step}. Choose a new --run-dir."
+        )
+    return loaded
+
+
+def _problems(loaded: LoadedConfig) -> list[Problem]:
+    return [
+        Problem(f"{path}.{problem.key}".strip("."), problem.message)
+        for path, section in sections_within(loaded.config)
+        for problem in section.problems(loaded.config)
+    ]
+
+
+def _is_fork(folder: Path, run_dir: Path, checkpoint: Checkpoint) -> bool:
+    """Return whether a folder is the run directory of a fork that was made from this checkpoint."""
+    paths = CheckpointStore(RunDirectory(folder).checkpoints).paths()
+    history = open_checkpoint(paths[-1]).manifest.get("history", []) if paths else []
+    made = {"step": checkpoint.step, "key": "run_dir", "before": str(run_dir.resolve())}
+    return any(made.items() <= entry.items() for entry in history)
+
+
+def _load(settings: Mapping[str, Any], overrides: Sequence[str], run_dir: Path) -> LoadedConfig:
+    loaded = load_config({**settings, "run_dir": str(run_dir)}, overrides, recorded=True)
+    return loaded.settled(settings)
+
+
+def _copy_checkpoint(run_dir: Path, checkpoint: Checkpoint, loaded: LoadedConfig) -> None:
+    files: dict[str, Any] = checkpoint.manifest["files"]
+
+    def fill(folder: Path) -> Written:
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(checkpoint.path / name, folder / name)
+            except OSError:
+                # The fork is on another disk.
+                shutil.copyfile(checkpoint.path / name, folder / name)
+        digests = {name: FileDigest(entry["bytes"], entry["xxh3"]) for name, entry in files.items()}
+        return Written(digests, {f"{BACKEND}/{name}" for name in checkpoint.unverified(BACKEND)})
+
+    changes = [
+        {"step": checkpoint.step, "key": change.key, "before": change.before, "now": change.now}
+        for change in differences({**checkpoint.config, "run_dir": str(run_dir.resolve())}, loaded.config)
+        if change.mark is not OnResume.FREE or change.key == "run_dir"
+    ]
+    facts = {name: value for name, value in checkpoint.manifest.items() if name not in _REWRITTEN}
+    facts |= {"config": loaded.resolved(), "history": [*facts.get("history", []), *changes]}
+    folder = loaded.config.run_dir
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    CheckpointStore(RunDirectory(folder).checkpoints).save(checkpoint.step, fill, facts)
+
+
+class _ReachedError(SpurlineError):
+    """Ends a run after the last step that is wanted. A run that an error ends writes no checkpoint."""
+
+
+@dataclass(frozen=True)
+class _StopAfter:
+    step: int
+
+    @hookimpl(trylast=True)
+    def on_step_end(self, step: int) -> None:
+        if step >= self.step:
+            raise _ReachedError(f"step {step} is done")
+
+
+@contextmanager
+def trained_again(
+    run_dir: Path, checkpoint: Checkpoint | None, last_step: int, overrides: Sequence[str], *hooks: object
+) -> Iterator[Path]:
+    """Train the steps after a checkpoint once more, up to `last_step`, and return a context with their run directory.
+
+    Args:
+        run_dir: The run. The other directory is inside it, and is removed at the end of the context.
+        checkpoint: The checkpoint before the steps. If None, training begins at step 1.
+        last_step: The last step to train. The settings are those that were in force at this step.
+        overrides: `key.path=value` strings that change these settings.
+        hooks: Further hook implementations for the run.
+
+    Raises:
+        CheckpointError: If training cannot begin at step 1, since a setting was changed before `last_step`.
+        KeyboardInterrupt: If a signal stops the training.
+    """
+    changes = read_mapping(RunDirectory(run_dir).summary).get("history", [])
+    if checkpoint is None and (earlier := [change for change in changes if change["step"] < last_step]):
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint before step {last_step}, and a run from step 1 on would differ: "
+            f"{earlier[0]['key']} was changed after step {earlier[0]['step']}. Choose a later step."
+        )
+    settings = {**settings_at(run_dir, last_step), **_QUIET}
+    settings["data"] = {**settings["data"], "eval": []}
+    with scratch_inside(run_dir / "again") as scratch:
+        folder = scratch / "run"
+        loaded = _load(settings, overrides, folder)
+        if checkpoint is not None:
+            _copy_checkpoint(run_dir, checkpoint, loaded)
+        for number, hook in enumerate((_StopAfter(last_step), *hooks)):
+            loaded.host.attach(hook, f"lineage/again-{number}")
+        # The terminal shows the steps as progress. Only the answer of a command is its output.
+        with suppress(_ReachedError), redirect_stdout(sys.stderr):
+            Run(loaded).train()
+            raise KeyboardInterrupt(f"Stopped before step {last_step} was trained again.")
+        yield folder
+
+
+def settings_at(run_dir: Path, step: int) -> Mapping[str, Any]:
+    """Return the settings with which a step was trained. A resume can change settings only at a checkpoint."""
+    folder = RunDirectory(run_dir)
+    later = [path for path in CheckpointStore(folder.checkpoints).paths() if _step_of(path) >= step]
+    return read_mapping(later[0] / MANIFEST)["config"] if later else read_mapping(folder.config)

@@ -1,0 +1,135 @@
+"""Recompute recorded steps of a run from the checkpoint before them, and compare all hashes.
+
+The record itself is checked first: each value of `chain`, that each step began with the weights that the step before
+had made, and the digests of kept files of rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from spurline.config.loading import load_config
+from spurline.errors import CheckpointError, DamagedCheckpointError, UserError
+from spurline.protocols.stateful import Stateful
+from spurline.run.build import build_data
+from spurline.run.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from spurline.run.checkpoints.state_files import read_state
+from spurline.run.directory import check_run_directory
+from spurline_lineage.fingerprints import PARTS, chain_hash, content_hash
+from spurline_lineage.fork import checkpoint_before, settings_at, trained_again
+from spurline_lineage.recorder import LINEAGE_FILE, read_lineage
+
+Lines = Mapping[int, Mapping[str, Any]]
+"""The lines of lineage.jsonl by step."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A part of a step that is not what the record says."""
+
+    step: int
+    part: str
+    """One of PARTS, or `record`, `checkpoint` or the path of a file."""
+    words: str
+
+
+def verify(
+    run_dir: Path, step: int | None, start: str | None, overrides: Sequence[str]
+) -> tuple[range, list[Departure]]:
+    """Recompute steps of a run, and return the recomputed steps and the departures.
+
+    Args:
+        run_dir: The run.
+        step: The last step to recompute. If None, it is the last recorded step.
+        start: The folder of the checkpoint to begin with, or `start` for the first step. If None, it is the last
+            checkpoint before the step.
+        overrides: Settings that differ from those of the run, such as a path on this machine.
+
+    Raises:
+        UserError: If the run has no record of the step.
+    """
+    check_run_directory(run_dir)
+    lines = read_lineage(run_dir)
+    if not lines:
+        raise UserError(f"{run_dir} has no {LINEAGE_FILE}. A run writes it with plugins: [lineage].")
+    last = max(lines) if step is None else step
+    if last not in lines:
+        raise UserError(f"{run_dir / LINEAGE_FILE} has no step {last}. It has steps {min(lines)} to {max(lines)}.")
+    found = [*_departures_of_record(run_dir, lines)]
+    try:
+        checkpoint = _checkpoint(run_dir, last, start)
+    except DamagedCheckpointError as error:
+        return range(last, last), [*found, Departure(last, "checkpoint", str(error))]
+    steps = range(1 if checkpoint is None else checkpoint.step + 1, last + 1)
+    return steps, found + _recomputed(run_dir, lines, checkpoint, steps, overrides)
+
+
+def _checkpoint(run_dir: Path, step: int, start: str | None) -> Checkpoint | None:
+    if start is None:
+        return checkpoint_before(run_dir, step)
+    chosen = None if start == "start" else open_checkpoint(Path(start))
+    if chosen is not None and chosen.step >= step:
+        raise UserError(f"--from {start} is a checkpoint of step {chosen.step}, which is not before step {step}.")
+    return chosen
+
+
+def _departures_of_record(run_dir: Path, lines: Lines) -> Iterator[Departure]:
+    """Yield what contradicts itself in the record, or in the files that the run has kept."""
+    if 1 in lines and lines[1]["chain"] != chain_hash("", lines[1]):
+        yield Departure(1, "record", f"the line in {LINEAGE_FILE} was changed")
+    for before, line in pairwise(lines.values()):
+        step = line["step"]
+        if step != before["step"] + 1:
+            yield Departure(step, "record", f"{LINEAGE_FILE} has no line of step {before['step'] + 1}")
+        elif line["chain"] != chain_hash(before["chain"], line):
+            yield Departure(step, "record", f"the line in {LINEAGE_FILE}, or the line before it, was changed")
+        elif differ(before.get("weights_after"), line.get("weights_before")):
+            yield Departure(step, "weights_before", f"they are not the weights after step {before['step']}")
+    for step, line in lines.items():
+        for name, digest in line["files"].items():
+            path = run_dir / name
+            # Old files of rollouts are removed to save space.
+            if path.exists() and content_hash(path) != digest:
+                yield Departure(step, name, "the content of the file has changed")
+
+
+def _recomputed(
+    run_dir: Path, lines: Lines, checkpoint: Checkpoint | None, steps: range, overrides: Sequence[str]
+) -> list[Departure]:
+    """Return the departures of the first recomputed step that has any."""
+    try:
+        with trained_again(run_dir, checkpoint, steps[-1], overrides) as again:
+            made = read_lineage(again)
+    except CheckpointError as error:
+        part = "rows" if checkpoint is not None and _has_other_rows(run_dir, checkpoint, overrides) else "checkpoint"
+        return [Departure(steps[0], part, str(error))]
+    for step in steps:
+        then, now = lines.get(step, {}), made[step]
+        parts = [part for part in PARTS if differ(then.get(part), now.get(part))]
+        if parts:
+            return [Departure(step, part, f"{then[part]} was recorded, {now[part]} was computed") for part in parts]
+    return []
+
+
+def differ(one: str | None, other: str | None) -> bool:
+    """Return whether two hashes differ. A hash that was not computed differs from none."""
+    return None not in (one, other) and one != other
+
+
+def _has_other_rows(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> bool:
+    """Return whether the source refuses its state in the checkpoint, since the data has changed."""
+    loaded = load_config(settings_at(run_dir, checkpoint.step + 1), overrides, recorded=True)
+    kept = checkpoint.path / "components" / "source" / loaded.config.source.name
+    with ExitStack() as stack:
+        source = build_data(loaded, stack).source
+        try:
+            if isinstance(source, Stateful):
+                source.load_state_dict(read_state(kept))
+        except CheckpointError:
+            return True
+    return False

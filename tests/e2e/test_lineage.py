@@ -1,0 +1,253 @@
+"""Runs with plugins: [lineage]: their forks, the recomputation of their steps, and the shares of an update."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from async_runs import asynchronous
+from run_helpers import (
+    Config,
+    KillableProcess,
+    Spurline,
+    assert_same_weights,
+    deterministic,
+    read_metrics,
+    train,
+    write_pairs,
+)
+from safetensors.torch import load_file
+
+from spurline.digests import digest_file
+from spurline.plugins import hookimpl
+from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline_lineage.blame import blame_step, groups_alone
+from spurline_lineage.recorder import read_lineage
+
+
+def recorded(config: Config, **changes: Any) -> Config:
+    """The config with a lineage, and with a checkpoint of each second step."""
+    plugins = [*config.get("plugins", ()), "lineage"]
+    return {**config, "plugins": plugins, "checkpoint": {"every_steps": 2, "keep_last": 9}, **changes}
+
+
+def chains(run_dir: object) -> dict[int, str]:
+    return {step: line["chain"] for step, line in read_lineage(Path(str(run_dir))).items()}
+
+
+@pytest.mark.parametrize("kind", ["rows of data", "rollouts", "asynchronous rollouts"])
+def test_a_fork_without_changes_is_its_parent_to_the_end(
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest
+) -> None:
+    config = request.getfixturevalue("base_config" if kind == "rows of data" else "rl_config")
+    if kind == "asynchronous rollouts":
+        config = asynchronous(config, max_staleness=0)
+    config = recorded(config, steps=4)
+    parent = Path(train(config).run_dir)
+    fork = parent.with_name("fork")
+    code, _, err = spurline("fork", f"{parent}@2", "--run-dir", fork)
+    assert code == 0, err
+    assert deterministic(read_metrics(fork)) == deterministic(read_metrics(parent))[2:]
+    assert chains(fork) == {step: chain for step, chain in chains(parent).items() if step > 2}
+    assert_same_weights(fork, parent)
+    history = json.loads((fork / "summary.json").read_text())["history"]
+    assert history == [{"step": 2, "key": "run_dir", "before": str(parent), "now": str(fork)}]
+
+
+def test_a_changed_fork_equals_its_parent_up_to_the_first_step_that_the_change_touches(
+    rl_config: Config, spurline: Spurline
+) -> None:
+    parent = Path(train(recorded(rl_config, steps=4)).run_dir)
+    fork = parent.with_name("fork")
+    code, _, err = spurline("fork", f"{parent}@2", "--set", "loss.clip_high=0.0001", "--run-dir", fork)
+    assert code == 0, err
+    then, now = (read_lineage(folder) for folder in (parent, fork))
+    # Weights are the first thing that the loss touches. Before, even the rollouts are the same.
+    assert {name for name in then[3] if then[3][name] != now[3][name]} == {"weights_after", "chain"}
+    assert now[4]["weights_before"] == now[3]["weights_after"]
+    assert now[4]["rows"] == then[4]["rows"]
+
+
+def test_a_fork_may_change_what_a_resume_refuses_but_not_what_its_checkpoint_does_not_fit(
+    base_config: Config, spurline: Spurline
+) -> None:
+    parent = Path(train(recorded(base_config, steps=4)).run_dir)
+    fork, other = parent.with_name("fork"), parent.with_name("other")
+    words = ("fork", f"{parent}@2", "--set", "loss=dft", "--steps", 3, "--run-dir", fork)
+    code, _, err = spurline(*words)
+    assert code == 0, err
+    assert [line["step"] for line in read_metrics(fork)] == [3]
+    # The same command goes on with a fork. It has nothing to do here, unless it asks for more steps.
+    assert "Nothing to do" in spurline(*words)[1]
+    assert spurline(*words[:-4], "--steps", 4, "--run-dir", fork)[0] == 0
+    assert [line["step"] for line in read_metrics(fork)] == [3, 4]
+    code, _, err = spurline("fork", f"{parent}@2", "--set", "optimizer=sgd", "--run-dir", other)
+    assert code == 2
+    assert "optimizer" in err
+    code, _, err = spurline("fork", f"{parent}@3", "--run-dir", other.with_name("third"))
+    assert code == 2
+    assert "Steps with a checkpoint: 2, 4." in err
+    code, _, err = spurline("fork", f"{parent}@4", "--run-dir", fork)
+    assert code == 2
+    assert "is no fork of" in err
+
+
+def flipped(path: Path, place: int = 0) -> None:
+    """Flip one bit of a file. The place is counted in bytes, and from the end if it is negative."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["rows of data", "rollouts"])
+def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = recorded(request.getfixturevalue("base_config" if kind == "rows of data" else "rl_config"), steps=5)
+    data = tmp_path / "data.jsonl"
+    # So few rows that five steps draw all of them.
+    data.write_text("".join(Path(config["data"]["train"]).read_text().splitlines(keepends=True)[:16]))
+    config["data"] = {**config["data"], "train": str(data)}
+    run_dir = Path(train(config).run_dir)
+    assert spurline("verify", run_dir)[:2] == (
+        0,
+        "Equal: steps 5 to 5 were recomputed, and the record fits together.\n",
+    )
+    (tmp_path / "elsewhere").mkdir()
+    data = data.rename(tmp_path / "elsewhere" / data.name)
+    moved = ("--set", f"data.train={data}")
+    code, out, _ = spurline("verify", run_dir, "--step", 4, "--from", "start", *moved)
+    assert (code, out) == (0, "Equal: steps 1 to 4 were recomputed, and the record fits together.\n")
+
+    if kind == "rollouts":
+        kept = run_dir / "rollouts/step-000003.parquet"
+        flipped(kept, 1000)
+        code, out, _ = spurline("verify", run_dir, *moved)
+        assert (code, out.splitlines()[0]) == (
+            1,
+            "step 3: rollouts/step-000003.parquet: the content of the file has changed",
+        )
+        kept.unlink()
+
+    # A weight of the checkpoint, first as a disk would flip it, and then with a digest that fits.
+    weights = run_dir / "checkpoints/step-00000002/backend/model.safetensors"
+    flipped(weights, -5)
+    code, out, _ = spurline("verify", run_dir, "--step", 3, *moved)
+    assert code == 1
+    assert out.startswith("step 3: checkpoint:")
+    assert "model.safetensors is damaged" in out
+    manifest = weights.parents[1] / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["files"]["backend/model.safetensors"]["xxh3"] = digest_file(weights).xxh3
+    manifest.write_text(json.dumps(content))
+    code, out, _ = spurline("verify", run_dir, "--step", 3, *moved)
+    assert code == 1
+    assert out.startswith("step 3: weights before:")
+
+    # A letter of a row of the data.
+    flipped(data, data.read_bytes().index(b'"content": "') + len('"content": "'))
+    code, out, _ = spurline("verify", run_dir, *moved)
+    assert code == 1
+    assert out.startswith("step 5: rows:")
+    code, out, _ = spurline("verify", run_dir, "--from", "start", *moved)
+    assert code == 1
+    assert ": rows:" in out
+    assert [path.name for path in run_dir.iterdir() if path.name == "again"] == []
+
+
+@pytest.mark.processes
+def test_verify_passes_on_a_run_that_was_killed_five_times(
+    base_config: Config, killable_process: Callable[..., KillableProcess], spurline: Spurline
+) -> None:
+    config = recorded(base_config, steps=20)
+    whole = train(config, name="whole")
+    instants = random.Random(3)
+    for _ in range(5):
+        process = killable_process(config)
+        process.wait_for_steps(instants.randint(1, 2), instants.uniform(0, 0.02))
+        process.kill()
+    run_dir = Path(train(config).run_dir)
+    assert chains(run_dir) == chains(whole.run_dir)
+    code, out, _ = spurline("verify", run_dir, "--from", "start")
+    assert (code, out) == (0, "Equal: steps 1 to 20 were recomputed, and the record fits together.\n")
+
+
+SGD = {"name": "sgd", "learning_rate": 0.01, "max_grad_norm": None}
+
+
+@pytest.mark.parametrize("kind", ["rows of data", "pairs", "rollouts"])
+def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_without_its_group(
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = request.getfixturevalue("rl_config" if kind == "rollouts" else "base_config")
+    config = recorded(config, steps=3, optimizer=SGD, schedule="constant")
+    if kind == "rollouts":
+        # An advantage of a group does not depend on other groups, so all mini-batches can be compared.
+        config["minibatches"] = {"name": "by_prompt", "prompts_per_minibatch": 4}
+    if kind == "pairs":
+        pairs = write_pairs(tmp_path / "pairs.jsonl", 16, 3)
+        config |= {"source": "preference", "loss": "dpo", "data": {"train": str(pairs), "max_length": 128}}
+    run_dir = Path(train(config).run_dir)
+    code, out, err = spurline("blame", run_dir, "--step", 3, "--top", 2)
+    assert code == 0, err
+    assert out.index("largest shares:") < out.index("smallest shares:")
+    shares = blame_step(run_dir, 3).shares()
+    assert sum(share for share, _ in shares) == pytest.approx(1, abs=1e-6)
+    share, largest = shares[0]
+    assert largest.text
+    assert f"{share:+.4f}  {largest.uid}" in out
+
+    class Without:
+        """Makes the update without the loss of one group, after the real normaliser was computed."""
+
+        @hookimpl
+        def on_run_start(self, run: Any) -> None:
+            update = run.backend.update
+
+            def without(batch: Any, objective: Any, *, role: str = "policy") -> Any:
+                for uid, alone in groups_alone(batch):
+                    if uid == largest.uid and self.step == 3:
+                        own = alone.tokens["loss_weights"] != 0
+                        rows = torch.isin(batch.unit_ids, alone.unit_ids)
+                        weights = batch.tokens["loss_weights"].clone()
+                        weights[rows] = torch.where(own, 0.0, weights[rows])
+                        batch = batch.with_tokens(loss_weights=weights)
+                return update(batch, objective, role=role)
+
+            run.backend.update = without
+
+        @hookimpl
+        def on_step_start(self, step: int) -> None:
+            self.step = step
+
+    other = train(config, Without(), name="without")
+    before, whole, changed = (
+        load_file(path / "backend/model.safetensors")
+        for path in (
+            run_dir / "checkpoints/step-00000002",
+            run_dir / "checkpoints/step-00000003",
+            other.run_dir / "checkpoints/step-00000003",
+        )
+    )
+    moved = torch.cat([(whole[name] - before[name]).double().flatten() for name in whole])
+    left = torch.cat([(changed[name] - before[name]).double().flatten() for name in whole])
+    assert float(left @ moved / (moved @ moved)) == pytest.approx(1 - share, abs=2e-3)
+
+
+def test_a_step_whose_evaluation_failed_has_its_line_after_the_resume(
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recorded(base_config, steps=4, evaluation={"every_steps": 3})
+    config["data"] = {**config["data"], "eval": config["data"]["train"]}
+    whole = train(config, name="whole")
+    with monkeypatch.context() as broken:
+        broken.setattr(DataEvaluation, "evaluate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+    assert list(chains(config["run_dir"])) == [1, 2]
+    assert chains(train(config).run_dir) == chains(whole.run_dir)
