@@ -213,9 +213,9 @@ class TransformersBackendConfig(ModelBackendConfig):
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
     sums: Annotated[Literal["fast", "reproducible"], OnResume.TO_ROUNDING] = "fast"
-    """`reproducible` gives a run the same bits for any number of data-parallel ranks, any micro-batches and packing. Each
-    sequence is then a micro-batch of its own, and gradients are added up exactly, with 16 more bytes for each trained
-    value."""
+    """`reproducible` gives a run the same bits for any number of data-parallel ranks, any micro-batches and packing.
+    Each sequence is then a micro-batch of its own, and gradients are added up exactly, with 16 more bytes for each
+    trained value."""
 
     @property
     def is_reproducible(self) -> bool:
