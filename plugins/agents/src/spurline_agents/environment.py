@@ -46,39 +46,6 @@ async def result_of(work: Awaitable[T], live: LiveSession) -> T:
         await end_tasks([agent, failed], f"{live.where}: the agent", CANCEL_TIMEOUT_S)
 
 
-def answer_of(
-    live: LiveSession,
-    tokenizer: PreTrainedTokenizerBase,
-    row: Mapping[str, Any],
-    reference: str | None = None,
-    response: str | None = None,
-) -> tuple[Answer, dict[str, Any]]:
-    """Return the answer of an attempt, and its `info`. Without a `response`, the answer is the model's last turn.
-
-    Raises:
-        AttemptFailedError: If the attempt has no turn.
-    """
-    turns = live.policy.turns
-    if not turns:
-        raise AttemptFailedError(
-            f"{live.where}: the agent has ended without an answer from the model, so there is nothing to train on. "
-            "Check that it uses the base_url and the api_key that it gets."
-        )
-    if response is None:
-        response = str(tokenizer.decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))
-    messages = list(live.last_chat.messages) if live.last_chat is not None else []
-    prompt = str(tokenizer.decode(turns[0].prompt_ids.tolist(), skip_special_tokens=False))
-    info = {
-        "prompt": prompt,
-        "response": response,
-        "reference": reference,
-        "turns": len(turns),
-        "conversations": live.num_conversations,
-        **({"messages": messages} if messages else {}),
-    }
-    return Answer(prompt, response, reference, row, messages), info
-
-
 class HarnessEnvironment:
     """An environment that serves the model to agents. The first attempt starts its server.
 
@@ -142,9 +109,10 @@ class HarnessEnvironment:
 
     async def _trajectory(self, live: LiveSession, session: Session, value: Any) -> Trajectory:
         said = value if self._rewards and isinstance(value, str) else None
-        answer, info = answer_of(live, self._tokenizer, session.row, session.reference, said)
+        answer, info = live.answer(session.row, session.reference, said)
         terms = await self._terms(live, value, answer)
-        return live.policy.finish(terms, info={**info, "metrics": {**live.counts(), **answer.metrics}})
+        info["metrics"].update(answer.metrics)
+        return live.policy.finish(terms, info=info)
 
     async def _terms(self, live: LiveSession, value: Any, answer: Answer) -> Mapping[str, float]:
         if not self._rewards:

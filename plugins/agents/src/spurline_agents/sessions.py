@@ -26,6 +26,7 @@ from spurline_environments.grammars import ToolCall
 from spurline_environments.tool_formats import Turns, call_metrics
 from spurline_rl.chat_front import ChatFront
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle
+from spurline_rl.protocols.reward import Answer
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
 from spurline_rl.trajectory import Trajectory, Turn
 from spurline_text.rows.messages import Message
@@ -199,6 +200,28 @@ class LiveSession:
         prompt = chat.open_turn()
         self.num_forked += chat.num_forked - before
         return prompt
+
+    def answer(
+        self, row: Mapping[str, Any], reference: str | None = None, response: str | None = None
+    ) -> tuple[Answer, dict[str, Any]]:
+        """Return the answer, by default the model's last turn, and the attempt's `info`.
+
+        Raises:
+            AttemptFailedError: If the attempt has no turn.
+        """
+        turns, decode = self.policy.turns, self._tokenizer.decode
+        if not turns:
+            raise AttemptFailedError(
+                f"{self.where}: the agent has ended without an answer from the model, so there is nothing to train on. "
+                "Check that it uses the base_url and the api_key that it gets."
+            )
+        prompt = str(decode(turns[0].prompt_ids.tolist(), skip_special_tokens=False))
+        if response is None:
+            response = str(decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))
+        messages = list(self.last_chat.messages) if self.last_chat is not None else []
+        said = {"prompt": prompt, "response": response, "reference": reference, "messages": messages}
+        info = {**said, "turns": len(turns), "conversations": self.num_conversations, "metrics": self.counts()}
+        return Answer(prompt, response, reference, row, messages), info
 
     def counts(self) -> dict[str, float]:
         """Return the metrics of the attempt's turns."""

@@ -28,7 +28,7 @@ from spurline.errors import ConfigError, DataError, PluginError
 from spurline.plugins.registry import Registry
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.configs import VerifiersConfig, VerifiersRowsConfig
-from spurline_agents.environment import answer_of, result_of
+from spurline_agents.environment import result_of
 from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import FORWARDED_KEY, HarnessServer
 from spurline_agents.sessions import LiveSession
@@ -66,17 +66,13 @@ def _taskset_settings(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]
         return {"id": path, **arguments}
     library, taskset = _library(), load_function(path, "taskset")
     module = sys.modules[taskset.__module__]
-    exported = {name: getattr(module, name, None) for name in getattr(module, "__all__", ())}
-    # An id belongs to a module, and the library takes the only taskset that the module exports.
+    exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
+    others = [each for each in exported if isinstance(each, type) and issubclass(each, (library.Env, library.Harness))]
+    parts = {part.__name__: part for part in (taskset, *others)}
+    # The library finds a taskset by a module, which must export it alone.
     name = f"{taskset.__name__.lower()}_{xxhash.xxh3_64_hexdigest(path.encode())}"
     known = ModuleType(f"verifiers.v1.tasksets.{name}")
-    known.__spec__ = ModuleSpec(known.__name__, None)
-    parts = {taskset.__name__: taskset} | {
-        name: each
-        for name, each in exported.items()
-        if isinstance(each, type) and issubclass(each, (library.Env, library.Harness))
-    }
-    vars(known).update(parts, __all__=[*parts])
+    vars(known).update(parts, __all__=[*parts], __spec__=ModuleSpec(known.__name__, None))
     sys.modules[known.__name__] = known
     return {"id": name, **arguments}
 
@@ -272,11 +268,11 @@ class VerifiersEnvironment:
                 "be trained. Give the others a model of their own (env.NAME.client)."
             )
         [trace] = traces
-        answer, info = answer_of(live, self._tokenizer, task.row)
+        answer, info = live.answer(task.row)
         if not trace.rewards:
             raise AttemptFailedError(f"{live.where}: the taskset {self._config.taskset} has given no reward.")
         values = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         terms = {name: checked_score(name, value, answer) for name, value in values.items()}
-        metrics = {f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None}
-        info |= {"ended": trace.stop_condition, "metrics": {**live.counts(), **metrics}}
-        return live.policy.finish(terms, info=info)
+        found = {f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None}
+        info["metrics"].update(found)
+        return live.policy.finish(terms, info={**info, "ended": trace.stop_condition})

@@ -11,7 +11,7 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline_rl.advantages.configs import GroupAdvantageConfig, GrpoConfig
-from spurline_rl.configs import PromptSourceConfig
+from spurline_rl.configs import CUT_OFF, OVERLONG
 from spurline_rl.evaluation_configs import unknown_term
 from spurline_rl.losses.configs import PolicyLossConfig, PpoConfig
 from spurline_rl.protocols.correction import CorrectionConfig
@@ -127,11 +127,10 @@ class GdpoConfig(GroupAdvantageConfig):
         return True
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        source = run.source
-        if isinstance(source, PromptSourceConfig) and source.environment.reward_terms is not None:
-            terms = {*source.environment.reward_terms, *source.added_terms, TURNS}
-            for name in sorted(self.weights.keys() - terms):
-                yield Problem(f"weights.{name}", unknown_term(name, terms))
+        known = run.source.facts.reward_terms
+        terms = {*(self.weights if known is None else known), OVERLONG, CUT_OFF, TURNS}
+        for name in sorted(self.weights.keys() - terms):
+            yield Problem(f"weights.{name}", unknown_term(name, terms))
 
 
 class TurnGrpoConfig(GrpoConfig):
