@@ -204,11 +204,7 @@ class LiveSession:
     def answer(
         self, row: Mapping[str, Any], reference: str | None = None, response: str | None = None
     ) -> tuple[Answer, dict[str, Any]]:
-        """Return the answer, by default the model's last turn, and the attempt's `info`.
-
-        Raises:
-            AttemptFailedError: If the attempt has no turn.
-        """
+        """Return the answer (by default the last turn) and its `info`. Raises AttemptFailedError without a turn."""
         turns, decode = self.policy.turns, self._tokenizer.decode
         if not turns:
             raise AttemptFailedError(

@@ -215,8 +215,7 @@ class VerifiersEnvironment:
         await server.start()
         self._server = server
         self._thread.start()
-        loop = asyncio.get_running_loop()
-        started: asyncio.Future[None] = loop.create_future()
+        loop, started = asyncio.get_running_loop(), asyncio.Future[None]()
 
         async def serve() -> None:
             async with self._env.serving():
@@ -273,6 +272,6 @@ class VerifiersEnvironment:
             raise AttemptFailedError(f"{live.where}: the taskset {self._config.taskset} has given no reward.")
         values = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         terms = {name: checked_score(name, value, answer) for name, value in values.items()}
-        found = {f"verifiers/{name}": value for name, value in trace.metrics.items() if value is not None}
-        info["metrics"].update(found)
+        numbers = {name: value for name, value in trace.metrics.items() if value is not None}
+        info["metrics"].update({f"verifiers/{name}": value for name, value in numbers.items()})
         return live.policy.finish(terms, info={**info, "ended": trace.stop_condition})
