@@ -111,7 +111,7 @@ def test_a_step_or_a_function_that_hangs_costs_its_attempt(slow: str) -> None:
         RELEASE.wait(3.0)
         return text
 
-    functions = {} if slow == "step" else {slow: hang}
+    functions: dict[str, Any] = {} if slow == "step" else {slow: hang}
     name = "step" if slow == "step" else "hang"
     with pytest.raises(AttemptFailedError, match=rf"`{name}` of in-memory.*Higher did not return within 0.2 s"):
         play(ROW, "hang", step_timeout_s=0.2, **functions)

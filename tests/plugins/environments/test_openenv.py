@@ -107,8 +107,9 @@ def test_texts_become_the_only_field_of_the_action_and_rewards_are_those_of_turn
     assert contents[2::2] == ["no", "no", "error: invalid literal for int() with base 10: 'x'", "yes"]
     assert found.info["ended"] == "done"
     assert found.info["metrics"]["episode/invalid_actions"] == 1
+    to_action: Any = player.environment.to_action
     with pytest.raises(ValueError, match="invalid literal"):
-        player.environment.to_action("[" * 3000)
+        to_action("[" * 3000)
 
 
 def test_sessions_are_kept_and_no_more_are_open_than_allowed(server: Server) -> None:
