@@ -35,6 +35,7 @@ def scaled_kinds(reference: Reference) -> Iterable[Prediction]:
     norms = {f"{name}.{own}" for name, each in _norms(reference.causal) for own, _ in each.named_parameters()}
     kinds: dict[str, Callable[[str, Tensor], bool]] = {
         "norms": lambda name, value: name in norms,
+        "norms of queries and keys": lambda name, value: _HEADS.search(name.rpartition(".")[0]) is not None,
         "biases": lambda name, value: name.endswith(".bias"),
         "experts": lambda name, value: _EXPERTS.search(name) is not None,
         "routers": lambda name, value: _ROUTER.search(f"{name}.") is not None,
