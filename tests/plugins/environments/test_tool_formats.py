@@ -173,7 +173,8 @@ def test_a_template_with_tools_in_no_known_format_is_refused_with_the_formats() 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + tokenizer.chat_template
     with pytest.raises(
-        ConfigError, match=r"source\.environment\.tool_format is 'auto', but .* formats: deepseek_v3, glm45, harmony.* or hermes"
+        ConfigError,
+        match=r"source\.environment\.tool_format is 'auto', but .* formats: deepseek_v3, glm45, harmony.* or hermes",
     ):
         turns_of("", tokenizer)
     assert Turns(ToolFormatConfig(name="glm45"), REGISTRY, tokenizer).notes == (

@@ -63,7 +63,7 @@ def _library() -> ModuleType:
 
 
 def _is_no_lost_connection(record: logging.LogRecord) -> bool:
-    """Return false for the traceback that the library's server logs when a client ends its connection."""
+    # The library's server logs a traceback when a client ends its connection.
     return not (record.exc_info and isinstance(record.exc_info[1], ConnectionResetError))
 
 
@@ -101,8 +101,9 @@ def _settings(place: str, taskset: str, arguments: Mapping[str, Any], env: Mappi
         of_env = loaders.env_config_type(given["taskset"]["id"], env.get("id", ""))
         problems: list[Problem] = []
         for each in error.errors():
-            first, *rest = map(str, each["loc"])
-            key, section, path = ("arguments", of_taskset, rest) if first == "taskset" else ("env", of_env, [first, *rest])
+            key, section, path = "env", of_env, [*map(str, each["loc"])]
+            if path[0] == "taskset":
+                key, section, path = "arguments", of_taskset, path[1:]
             known = _names_in(section, path[:-1])
             message = f"is refused by verifiers: {each['msg']}."
             if each["type"] == "extra_forbidden":
@@ -115,11 +116,8 @@ def _names_in(section: type[BaseModel], path: Sequence[str]) -> Collection[str]:
     """Return the names of the settings in the section to which the path leads."""
     for name in path:
         field = section.model_fields.get(name)
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not sections:
-            return ()
-        section = sections[0]
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
     return section.model_fields
 
 
@@ -135,8 +133,7 @@ def _told(error: Exception) -> str:
     """Return the message of an error in one line."""
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    own = " A taskset that is not installed is written `file.py:Class`." if isinstance(error, ModuleNotFoundError) else ""
-    return f"{error}{own}"
+    return str(error).replace("must already be installed", "must already be installed, or be given as `file.py:Class`")
 
 
 class VerifiersRows:
@@ -152,13 +149,13 @@ class VerifiersRows:
         usual = library.TaskData().model_dump(mode="json")
 
         def row_of(task: Any) -> dict[str, Any]:
-            fields = task.data.model_dump(mode="json")
-            known = {name: value for name, value in fields.items() if name not in usual or value != usual[name]}
+            fields = task.data.model_dump(mode="json").items()
+            known = {name: value for name, value in fields if name not in usual or value != usual[name]}
             return {**known, **config.constants}
 
         def load() -> list[dict[str, Any]]:
-            place = f"the dataset {self.label}: "
-            taskset = library.load_taskset(_settings(place, config.taskset, config.arguments, {}).taskset)
+            settings = _settings(f"the dataset {self.label}: ", config.taskset, config.arguments, {})
+            taskset = library.load_taskset(settings.taskset)
             if config.limit is None and not taskset.bounded:
                 raise ValueError("it has no end. Set `limit` of the dataset")
             end = None if config.limit is None else config.skip + config.limit
@@ -193,7 +190,10 @@ class VerifiersEnvironment:
         self._library = _library()
         self._env = _built(f"the taskset {config.taskset}", self._make)
         self._turns = Turns(config.tool_format, registry, tokenizer)
-        self.reward_terms = self._known_rewards()
+        # Only the config of a task is needed for what it declares.
+        task = object.__new__(type(self._env.taskset).task_type())
+        task.config = self._env.taskset.config.task
+        self.reward_terms = [reward.__name__ for reward in task.hooks("reward")]
         self.notes = (*self._turns.notes, f"rewards of the tasks: {listing(self.reward_terms)}")
         self._server: HarnessServer | None = None
         self._starting: asyncio.Task[HarnessServer] | None = None
@@ -206,8 +206,7 @@ class VerifiersEnvironment:
         from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
         from verifiers.v1.utils.loaders import harness_config_type  # pyright: ignore[reportMissingImports]
 
-        given = self._config
-        config = _settings("source.environment.", given.taskset, given.arguments, given.env)
+        config = _settings("source.environment.", self._config.taskset, self._config.arguments, self._config.env)
         usual = self._library.AgentConfig().runtime
         changed: dict[str, Any] = {}
         for name, agent in agent_config_fields(config).items():
@@ -219,12 +218,6 @@ class VerifiersEnvironment:
                     updates["runtime"] = self._library.SubprocessConfig()
             changed[name] = agent.model_copy(update=updates)
         return self._library.load_environment(config.model_copy(update=changed))
-
-    def _known_rewards(self) -> Collection[str]:
-        """Return the names of the rewards that the taskset declares. Its code may record others."""
-        kind = type(self._env.taskset).task_type()
-        task = kind(kind.data_type().model_construct(), self._env.taskset.config.task)
-        return [reward.__name__ for reward in task.hooks("reward")]
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         server = await self._started()

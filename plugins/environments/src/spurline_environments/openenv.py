@@ -141,10 +141,8 @@ class _Episode:
         self._connection: Any = None
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
-        """Begin an episode. A server that starts again, or has no place, is awaited for `connect_timeout_s`.
-
-        Attempts share the wait for a server that is gone. Raises PluginError if no attempt has ever reached it.
-        """
+        """Begin an episode. A server that starts again, or has no place, is awaited for `connect_timeout_s`."""
+        # Attempts share the wait for a server that is gone.
         environment, limit = self._environment, self._config.connect_timeout_s
         begin = asyncio.get_running_loop().time()
         while True:

@@ -54,9 +54,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     except Exception as error:
         raise PluginError(f"The {what} cannot be imported from '{path}': {_explain(error, source)}") from error
     if not hasattr(module, name):
-        # Names that the module imports are left out.
-        own = [known for known, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        functions = [known for known in own if callable(vars(module)[known]) and not known.startswith("_")]
+        functions = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise PluginError(
             f"The {what} names '{path}', but {source} has no '{name}'.{suggestion(name, functions)} "
             f"It has: {listing(functions)}."

@@ -81,8 +81,9 @@ class GivenUpPrompts:
 
 def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
     """Return lines to append to a message: the first reasons that differ, and the number of further prompts."""
-    differing = {prompt.reason.partition("): ")[2] or prompt.reason: prompt for prompt in reversed(prompts)}
-    shown = [*reversed(differing.values())][:_SHOWN_REASONS]
+    # The texts of equal reasons differ in the place before them.
+    first = {prompt.reason.partition("): ")[2]: number for number, prompt in reversed([*enumerate(prompts)])}
+    shown = [prompts[number] for number in sorted(first.values())[:_SHOWN_REASONS]]
     reasons = "".join(f"\n- {prompt.reason}" for prompt in shown)
     more = f"\n- and {len(prompts) - len(shown)} more" if len(prompts) > len(shown) else ""
     return f"{reasons}{more}"

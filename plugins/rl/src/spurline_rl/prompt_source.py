@@ -172,11 +172,7 @@ class PromptSource(BatchSource):
         datasets = [each for each in self._prompts.datasets if any(each.config is config for config in shown)]
         return {
             **facts,
-            "notes": [
-                *facts["notes"],
-                *plain_text_notes(datasets, self._context.tokenizer),
-                *self._attempts.notes,
-            ],
+            "notes": [*facts["notes"], *plain_text_notes(datasets, self._context.tokenizer), *self._attempts.notes],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
