@@ -269,7 +269,7 @@ def test_a_tool_that_does_not_exist_is_refused_at_the_start():
 
 
 def test_a_template_that_never_mentions_the_tools_is_refused_before_anything_is_generated():
-    with pytest.raises(ConfigError, match=r"tools are not shown by the chat template .* Set model.chat_template"):
+    with pytest.raises(ConfigError, match=r"tools are not shown by the template .* Set model.chat_template"):
         make_environment(tokenizer_with("chatml"), on_ignored="error")
     shown = make_environment(tokenizer_with("qwen3"), on_ignored="error")
     task = make_task({**ROW, "messages": [{"role": "system", "content": "Be brief."}, *ROW["messages"]]})

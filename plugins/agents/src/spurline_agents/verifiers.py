@@ -97,13 +97,12 @@ def _settings(place: str, taskset: str, arguments: Mapping[str, Any], env: Mappi
     try:
         return loaders.resolve_env_config(given)
     except ValidationError as error:
-        of_taskset = loaders.taskset_config_type(given["taskset"]["id"])
         of_env = loaders.env_config_type(given["taskset"]["id"], env.get("id", ""))
         problems: list[Problem] = []
         for each in error.errors():
             key, section, path = "env", of_env, [*map(str, each["loc"])]
             if path[0] == "taskset":
-                key, section, path = "arguments", of_taskset, path[1:]
+                key, section, path = "arguments", loaders.taskset_config_type(given["taskset"]["id"]), path[1:]
             known = _names_in(section, path[:-1])
             message = f"is refused by verifiers: {each['msg']}."
             if each["type"] == "extra_forbidden":

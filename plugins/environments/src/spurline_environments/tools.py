@@ -236,7 +236,7 @@ class Tools:
         if tools is self._schemas and any(part.what == "tools" for part in found):
             raise ConfigError.at(
                 "source.environment.tools",
-                f"are not shown by the chat template {template_name(self._tokenizer)}. Set model.chat_template: chatml.",
+                f"are not shown by the template {template_name(self._tokenizer)}. Set model.chat_template: chatml.",
             )
         refuse_left_out(found, self._tokenizer, where)
 
