@@ -167,7 +167,7 @@ def test_the_dataset_has_the_tasks_that_the_environment_plays() -> None:
         ({"arguments": {"cuont": 3}}, r"arguments\.cuont is not a setting of verifiers\. Did you mean 'count'\?"),
         ({"env": {"agnt": {}}}, r"environment\.env\.agnt is not a setting of verifiers\. Did you mean 'agent'\?"),
         ({"env": {"agent": {"max_turn": 2}}}, r"env\.agent\.max_turn is not a setting .* Did you mean 'max_turns'\?"),
-        ({"taskset": "no-such-tasks"}, r"no-such-tasks.* written `file\.py:Class`"),
+        ({"taskset": "no-such-tasks"}, r"no-such-tasks.*or be given as `file\.py:Class`"),
     ],
 )
 def test_settings_that_the_library_refuses_are_named_as_the_config_names_them(

@@ -163,10 +163,10 @@ def test_a_server_that_dies_costs_the_running_attempts_and_is_awaited_when_it_st
         server.kill()
         player.environment.config = player.environment.config.model_copy(update={"connect_timeout_s": 1.0})
         begin = time.monotonic()
-        for _ in range(4):
+        for _ in range(8):
             with pytest.raises(AttemptFailedError, match="no session with"):
                 await player.play({}, "7")
-        assert time.monotonic() - begin < 3.5, "each attempt waited on its own for a server that is gone"
+        assert time.monotonic() - begin < 7.0, "each attempt waited on its own for a server that is gone"
 
     try:
         in_loop(player.environment, dying())
