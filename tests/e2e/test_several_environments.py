@@ -120,6 +120,26 @@ def test_a_row_without_an_environment_is_an_error_before_training_that_names_row
                 assert each in told
 
 
+def test_a_plan_knows_which_environments_show_prompts_and_which_terms_they_declare(
+    several_config: Config, tmp_path: Path, spurline: Spurline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {label: tmp_path / f"{label}.jsonl" for label in ("once", "twice")}
+    for label, path in paths.items():
+        write_rows(path, [{"prompt": "sort 21", "fate": "trained", "environment": label}] * 8)
+    several_config["data"]["train"] = [*map(str, paths.values())]
+    code, out, err = spurline("plan", several_config)
+    told = " ".join((out + err).split())
+    assert not code
+    assert "once: 'prompt' is plain text" in told
+    assert "twice: 'prompt' is plain text" not in told
+    monkeypatch.setattr("fated.Twice.reward_terms", ("both", "brief"), raising=False)
+    several_config["source"] |= {"environment": "fated:Twice", "advantage": "grpo"}
+    several_config["data"]["eval"] = str(paths["twice"])
+    code, out, err = spurline("plan", several_config)
+    assert code
+    assert "held_out.success does not say which reward decides" in " ".join((out + err).split())
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "said"),
     [

@@ -8,6 +8,7 @@ import verifiers.v1 as vf
 
 class NumberData(vf.TaskData):
     answer: int
+    level: str = "easy"
 
 
 class NumberTask(vf.Task[NumberData]):

@@ -61,7 +61,7 @@ def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_samp
     assert found[1].info["metrics"] == {"tools/calls": 0, "turns/forked": 0, "verifiers/turns": 1.0}
 
 
-@pytest.mark.parametrize("taskset", ["number_game", f"{GAME}:ShortTasks"])
+@pytest.mark.parametrize("taskset", ["number_game", f"{GAME}:ShortTasks", f"{GAME}:NumberTasks"])
 def test_an_environment_of_the_library_talks_over_several_turns_in_one_conversation(taskset: str) -> None:
     player = Player(taskset, env={"player": {"max_turns": 3}})
     found = in_loop(player.environment, player.play(ROW, "3", "9", "7"))
@@ -146,16 +146,41 @@ def test_an_episode_without_a_turn_costs_its_attempt() -> None:
 def test_the_dataset_has_the_tasks_that_the_environment_plays() -> None:
     from spurline_agents.verifiers import VerifiersRows
 
-    settings = {"taskset": f"{TASKS}:NumberTasks", "arguments": {"count": 5}}
+    settings = {"taskset": f"{TASKS}:NumberTasks", "arguments": {"count": 5}, "constants": {"environment": "sums"}}
     rows = VerifiersRows(VerifiersRowsConfig(**settings, skip=1, limit=2), core_registry())
     assert [rows[number]["prompt"] for number in range(len(rows))] == ["What is 1 + 1?", "What is 2 + 1?"]
+    assert rows[0] == {
+        "idx": 1, "prompt": "What is 1 + 1?", "system_prompt": "Be brief.", "answer": 2, "level": "easy",
+        "environment": "sums",
+    }  # fmt: skip
     assert rows.fingerprint() == VerifiersRows(VerifiersRowsConfig(**settings, skip=1, limit=2), None).fingerprint()  # type: ignore[arg-type]
     other = VerifiersRows(VerifiersRowsConfig(taskset=f"{TASKS}:AddingTasks"), None)  # type: ignore[arg-type]
     assert [row["prompt"] for row in map(other.__getitem__, range(len(other)))] == ["What is 2 + 3?"]
     player = Player()
     assert in_loop(player.environment, player.play(dict(rows[1]), "3")).rewards["right"] == 2.0
-    with pytest.raises(ConfigError, match=r"taskset\.count: Input should be a valid integer"):
-        len(VerifiersRows(VerifiersRowsConfig(taskset=f"{TASKS}:NumberTasks", arguments={"count": "x"}), None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arguments": {"count": "x"}}, r"arguments\.count is refused by verifiers: Input should be a valid integer"),
+        ({"arguments": {"cuont": 3}}, r"arguments\.cuont is not a setting of verifiers\. Did you mean 'count'\?"),
+        ({"env": {"agnt": {}}}, r"environment\.env\.agnt is not a setting of verifiers\. Did you mean 'agent'\?"),
+        ({"env": {"agent": {"max_turn": 2}}}, r"env\.agent\.max_turn is not a setting .* Did you mean 'max_turns'\?"),
+        ({"taskset": "no-such-tasks"}, r"no-such-tasks.*or be given as `file\.py:Class`"),
+    ],
+)
+def test_settings_that_the_library_refuses_are_named_as_the_config_names_them(
+    settings: dict[str, Any], message: str
+) -> None:
+    from spurline_agents.verifiers import VerifiersRows
+
+    with pytest.raises(ConfigError, match=message):
+        Player(**settings)
+    if "env" not in settings:
+        config = VerifiersRowsConfig(**{"taskset": f"{TASKS}:NumberTasks", **settings})
+        with pytest.raises(ConfigError, match=message):
+            len(VerifiersRows(config, None))  # type: ignore[arg-type]
 
 
 def test_tools_of_a_taskset_are_called_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:

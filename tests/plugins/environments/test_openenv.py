@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rl_attempts import core_registry, in_loop, make_policy, make_task, says
 
+from spurline.errors import PluginError
 from spurline_environments.configs import OpenEnvConfig
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
@@ -143,7 +144,9 @@ def test_a_slow_step_and_an_error_of_the_server_cost_their_attempts_and_the_sess
     in_loop(player.environment, failing())
 
 
-def test_a_server_that_dies_costs_the_running_attempts_and_is_awaited_when_it_starts_again(tmp_path: Path) -> None:
+def test_a_server_that_dies_costs_the_running_attempts_and_is_awaited_when_it_starts_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = Server([str(SERVER), "PORT", "2"], tmp_path)
     player = Player(server.url, connect_timeout_s=20.0)
 
@@ -158,13 +161,21 @@ def test_a_server_that_dies_costs_the_running_attempts_and_is_awaited_when_it_st
         await asyncio.sleep(1.0)
         server.start()
         assert trajectory_return(await waiting) == 1.0
+        server.kill()
+        player.environment.config = player.environment.config.model_copy(update={"connect_timeout_s": 1.0})
+        begin = time.monotonic()
+        for _ in range(8):
+            with pytest.raises(AttemptFailedError, match="no session with"):
+                await player.play({}, "7")
+        assert time.monotonic() - begin < 7.0, "each attempt waited on its own for a server that is gone"
 
     try:
         in_loop(player.environment, dying())
         server.kill()
         player = Player(server.url)
-        with pytest.raises(AttemptFailedError, match=r"no session with .*Check that the server runs and allows 2"):
+        with pytest.raises(PluginError, match=r"no session with .*Check that the server runs and allows 2"):
             in_loop(player.environment, player.play({}, "1"))
+        assert capsys.readouterr().err.count("Does the server run?") == 1
     finally:
         server.kill()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rl_attempts import core_registry, decode, encode, extends, make_policy, run
 from tool_families import CALLS, FAMILIES, SCHEMAS, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
+import spurline_text
 from spurline.errors import ConfigError
 from spurline_environments.configs import AutoFormatConfig, ToolFormatConfig
 from spurline_environments.grammars import GRAMMARS, ToolCall, read_call
@@ -21,6 +23,7 @@ from spurline_rl.testing.environment_contract import ScriptedEngine
 from spurline_text.testing.inputs import tiny_tokenizer
 
 REGISTRY = core_registry()
+TEMPLATES = Path(spurline_text.__path__[0]) / "chats" / "templates"
 
 
 def turns_of(name: str, tokenizer: PreTrainedTokenizerBase) -> Turns:
@@ -170,10 +173,14 @@ def test_a_template_with_tools_in_no_known_format_is_refused_with_the_formats() 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + tokenizer.chat_template
     with pytest.raises(
-        ConfigError, match=r"source\.environment\.tool_format is 'auto', but .* formats: deepseek_v3, glm45, harmony"
+        ConfigError,
+        match=r"source\.environment\.tool_format is 'auto', but .* formats: deepseek_v3, glm45, harmony.* or hermes",
     ):
         turns_of("", tokenizer)
     assert Turns(ToolFormatConfig(name="glm45"), REGISTRY, tokenizer).notes == (
         "tool calls: format glm45, since the config names it",
     )
-    assert name_of_format(tiny_tokenizer())[0] == "hermes"
+    assert turns_of("", tiny_tokenizer()).notes == (), "a run without tools hears nothing of them"
+    for name, template in (("hermes", "chatml"), ("llama3_json", "llama3")):
+        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+        assert name_of_format(tokenizer, has_tools=True)[0] == name

@@ -13,7 +13,7 @@ from rl_attempts import core_registry, decode, make_policy, make_task, run, says
 
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
-from spurline.errors import DataError, PluginError
+from spurline.errors import ConfigError, DataError, PluginError
 from spurline_environments import grammars, tools
 from spurline_environments.calculator import calculator
 from spurline_environments.configs import ToolsConfig
@@ -269,7 +269,7 @@ def test_a_tool_that_does_not_exist_is_refused_at_the_start():
 
 
 def test_a_template_that_never_mentions_the_tools_is_refused_before_anything_is_generated():
-    with pytest.raises(DataError, match=r"environment tools: tools: the chat template .* leaves this out"):
+    with pytest.raises(ConfigError, match=r"tools are not shown by the template .* Set model.chat_template"):
         make_environment(tokenizer_with("chatml"), on_ignored="error")
     shown = make_environment(tokenizer_with("qwen3"), on_ignored="error")
     task = make_task({**ROW, "messages": [{"role": "system", "content": "Be brief."}, *ROW["messages"]]})

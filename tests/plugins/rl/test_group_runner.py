@@ -317,9 +317,10 @@ def test_an_attempt_that_takes_too_long_or_cancels_itself_is_retried_and_then_gi
     assert runner.take_retries(group.uid) == 1
 
 
-def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():
+@pytest.mark.parametrize("differ", [True, False])
+def test_over_the_budget_the_run_ends_and_lists_the_first_reasons_each_once(differ):
     async def fails(task: Task, policy: PolicyHandle) -> Trajectory:
-        raise AttemptFailedError(f"tool {task.uid} broke")
+        raise AttemptFailedError(f"tool {task.uid} broke" if differ else "no server")
 
     runner = make_runner(fails, max_groups=6, samples_per_prompt=1, retries=0, max_concurrent=1)
     with pytest.raises(RunFailedError) as caught:
@@ -327,9 +328,10 @@ def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():
     message = str(caught.value)
     assert message.startswith("7 prompts had to be given up, more than source.faults.max_quarantined: 6.")
     lines = message.splitlines()[1:]
-    assert lines[0] == "- rows.jsonl:1 (sample 0 of prompt train:0@0): tool train:0@0 broke"
-    assert len(lines) == 6
-    assert lines[-1] == "- and 2 more"
+    why = "tool train:0@0 broke" if differ else "no server"
+    assert lines[0] == f"- rows.jsonl:1 (sample 0 of prompt train:0@0): {why}"
+    assert len(lines) == (6 if differ else 2)
+    assert lines[-1] == ("- and 2 more" if differ else "- and 6 more")
 
 
 def test_the_budget_counts_each_row_once_and_goes_on_after_a_resume():

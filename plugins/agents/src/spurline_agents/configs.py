@@ -128,6 +128,8 @@ class VerifiersRowsConfig(DatasetConfig):
     """Tasks to leave out at the beginning."""
     limit: int | None = Field(default=None, gt=0)
     """Largest number of tasks. A taskset without an end needs it."""
+    constants: dict[str, str | int | float | bool] = {}
+    """Columns with the same value in all rows, such as `{environment: reverse}`."""
 
     @property
     def place(self) -> str:

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import cached_property
 from importlib.machinery import ModuleSpec
 from itertools import islice
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import xxhash
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.errors import ConfigError, DataError, PluginError
+from spurline.errors import ConfigError, DataError, PluginError, Problem, listing, suggestion
 from spurline.plugins.registry import Registry
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.configs import VerifiersConfig, VerifiersRowsConfig
@@ -57,7 +58,13 @@ def _library() -> ModuleType:
             '"spurline-agents[verifiers]".'
         ) from error
     sys.modules[f"verifiers.v1.harnesses.{CHAT}"] = verifiers_chat
+    logging.getLogger("aiohttp.server").addFilter(_is_no_lost_connection)
     return verifiers.v1
+
+
+def _is_no_lost_connection(record: logging.LogRecord) -> bool:
+    # The library's server logs a traceback when a client ends its connection.
+    return not (record.exc_info and isinstance(record.exc_info[1], ConnectionResetError))
 
 
 def _taskset_settings(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,15 +73,47 @@ def _taskset_settings(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]
         return {"id": path, **arguments}
     library, taskset = _library(), load_function(path, "taskset")
     module = sys.modules[taskset.__module__]
-    exported = [getattr(module, name, None) for name in getattr(module, "__all__", ())]
+    own = (name for name, each in vars(module).items() if getattr(each, "__module__", None) == module.__name__)
+    exported = [getattr(module, name, None) for name in getattr(module, "__all__", own)]
     others = [each for each in exported if isinstance(each, type) and issubclass(each, (library.Env, library.Harness))]
     parts = {part.__name__: part for part in (taskset, *others)}
-    # The library finds a taskset by a module, which must export it alone.
+    # An id belongs to a module, and the library takes the only taskset that the module exports.
     name = f"{taskset.__name__.lower()}_{xxhash.xxh3_64_hexdigest(path.encode())}"
     known = ModuleType(f"verifiers.v1.tasksets.{name}")
     vars(known).update(parts, __all__=[*parts], __spec__=ModuleSpec(known.__name__, None))
     sys.modules[known.__name__] = known
     return {"id": name, **arguments}
+
+
+def _settings(place: str, taskset: str, arguments: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
+    """Return the library's settings. Raises ConfigError that names those settings after `place` that it refuses."""
+    from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
+
+    given: dict[str, Any] = {**env, "taskset": _taskset_settings(taskset, arguments)}
+    try:
+        return loaders.resolve_env_config(given)
+    except ValidationError as error:
+        of_env = loaders.env_config_type(given["taskset"]["id"], env.get("id", ""))
+        problems: list[Problem] = []
+        for each in error.errors():
+            key, section, path = "env", of_env, [*map(str, each["loc"])]
+            if path[0] == "taskset":
+                key, section, path = "arguments", loaders.taskset_config_type(given["taskset"]["id"]), path[1:]
+            known = _names_in(section, path[:-1])
+            message = f"is refused by verifiers: {each['msg']}."
+            if each["type"] == "extra_forbidden":
+                message = f"is not a setting of verifiers.{suggestion(path[-1], known)} Settings: {listing(known)}."
+            problems.append(Problem(".".join([f"{place}{key}", *path]), message))
+        raise ConfigError(problems) from error
+
+
+def _names_in(section: type[BaseModel], path: Sequence[str]) -> Collection[str]:
+    """Return the names of the settings in the section to which the path leads."""
+    for name in path:
+        field = section.model_fields.get(name)
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
+    return section.model_fields
 
 
 def _built(what: str, make: Callable[[], T]) -> T:
@@ -89,11 +128,11 @@ def _told(error: Exception) -> str:
     """Return the message of an error in one line."""
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-    return str(error)
+    return str(error).replace("must already be installed", "must already be installed, or be given as `file.py:Class`")
 
 
 class VerifiersRows:
-    """The tasks of a taskset as rows: the fields of their data that differ from the defaults."""
+    """The tasks of a taskset as rows: the fields of their data, except the library's own fields that are not set."""
 
     def __init__(self, config: VerifiersRowsConfig, registry: Registry) -> None:
         self.label = config.place
@@ -102,16 +141,20 @@ class VerifiersRows:
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
         library, config = _library(), self._config
-        from verifiers.v1.utils.loaders import resolve_env_config  # pyright: ignore[reportMissingImports]
+        usual = library.TaskData().model_dump(mode="json")
+
+        def row_of(task: Any) -> dict[str, Any]:
+            fields = task.data.model_dump(mode="json").items()
+            known = {name: value for name, value in fields if name not in usual or value != usual[name]}
+            return {**known, **config.constants}
 
         def load() -> list[dict[str, Any]]:
-            settings = {"taskset": _taskset_settings(config.taskset, config.arguments)}
-            taskset = library.load_taskset(resolve_env_config(settings).taskset)
+            settings = _settings(f"the dataset {self.label}: ", config.taskset, config.arguments, {})
+            taskset = library.load_taskset(settings.taskset)
             if config.limit is None and not taskset.bounded:
                 raise ValueError("it has no end. Set `limit` of the dataset")
             end = None if config.limit is None else config.skip + config.limit
-            tasks = islice(taskset, config.skip, end)
-            return [task.data.model_dump(mode="json", exclude_defaults=True) for task in tasks]
+            return [row_of(task) for task in islice(taskset, config.skip, end)]
 
         return _built(f"the taskset {config.taskset}", load)
 
@@ -142,7 +185,11 @@ class VerifiersEnvironment:
         self._library = _library()
         self._env = _built(f"the taskset {config.taskset}", self._make)
         self._turns = Turns(config.tool_format, registry, tokenizer)
-        self.notes = self._turns.notes
+        # Only the config of a task is needed for what it declares.
+        task = object.__new__(type(self._env.taskset).task_type())
+        task.config = self._env.taskset.config.task
+        self.reward_terms = [reward.__name__ for reward in task.hooks("reward")]
+        self.notes = (*self._turns.notes, f"rewards of the tasks: {listing(self.reward_terms)}")
         self._server: HarnessServer | None = None
         self._starting: asyncio.Task[HarnessServer] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -152,10 +199,9 @@ class VerifiersEnvironment:
     def _make(self) -> Any:
         """Build the library's environment. An agent without a harness gets ours, which runs in this process."""
         from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
-        from verifiers.v1.utils.loaders import harness_config_type, resolve_env_config  # pyright: ignore[reportMissingImports]
+        from verifiers.v1.utils.loaders import harness_config_type  # pyright: ignore[reportMissingImports]
 
-        settings = {**self._config.env, "taskset": _taskset_settings(self._config.taskset, self._config.arguments)}
-        config = resolve_env_config(settings)
+        config = _settings("source.environment.", self._config.taskset, self._config.arguments, self._config.env)
         usual = self._library.AgentConfig().runtime
         changed: dict[str, Any] = {}
         for name, agent in agent_config_fields(config).items():

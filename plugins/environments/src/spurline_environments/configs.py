@@ -305,4 +305,4 @@ class OpenEnvConfig(EpisodeConfig):
     sessions: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
     """Largest number of sessions at a time. The server must allow as many (`max_concurrent_envs`, 1 by default)."""
     connect_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, ge=0)
-    """Seconds for which an attempt tries to connect, for example while the server starts again."""
+    """Seconds for which attempts try to connect to a server that is not there, as while it starts again."""

@@ -372,7 +372,7 @@ GRAMMARS: Mapping[str, Grammar] = {
         ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>"),
     ),
     "llama3_json": Grammar(
-        ('{"name": function name, "parameters"',),
+        ('{"name": function name, "parameters"', '"parameters": {"ARGUMENT": "VALUE"}'),
         r'<\|python_tag\|>|\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"',
         r"(?P<body>.+)",
         _read_objects,

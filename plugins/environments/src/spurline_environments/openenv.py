@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import PluginError, listing
 from spurline.plugins.registry import Registry
+from spurline.terminal import tell
 from spurline_concurrency.calls import within
 from spurline_environments.configs import OpenEnvConfig
 from spurline_environments.episodes import InvalidActionError, Step, converted, function_setting, number_of, play
@@ -54,6 +56,9 @@ class OpenEnvEnvironment:
         self._turns = Turns(config.tool_format, registry, tokenizer, has_tools=False)
         self.to_action = function_setting(config.action, "action")
         self.to_text = function_setting(config.observation, "observation") or self._default_text
+        self.was_reached = False
+        self.down_since = math.inf
+        """Time of the event loop since which all tries to connect have failed; infinity after a success."""
         self._places = asyncio.Semaphore(config.sessions)
         self._idle: list[Any] = []
 
@@ -137,18 +142,24 @@ class _Episode:
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
         """Begin an episode. A server that starts again, or has no place, is awaited for `connect_timeout_s`."""
-        limit = self._config.connect_timeout_s
-        end = asyncio.get_running_loop().time() + limit
+        # Attempts share the wait for a server that is gone.
+        environment, limit = self._environment, self._config.connect_timeout_s
+        begin = asyncio.get_running_loop().time()
         while True:
             try:
                 step = await self._call(lambda: self._client.reset(**{**row, "seed": seed}))
+                environment.was_reached, environment.down_since = True, math.inf
                 self._connection = self._client._ws
                 if self._environment.to_action is None:
                     self._environment.to_action = await self._environment.default_action()
                 return step
             except _NoSessionError as error:
-                if asyncio.get_running_loop().time() > end:
-                    raise AttemptFailedError(
+                now = asyncio.get_running_loop().time()
+                if not environment.was_reached and environment.down_since == math.inf:
+                    tell(f"No session with {self._config.url} yet; trying for {limit:g} s. Does the server run?")
+                environment.down_since = min(environment.down_since, now)
+                if now > min(begin, environment.down_since) + limit:
+                    raise (AttemptFailedError if environment.was_reached else PluginError)(
                         f"no session with {self._config.url} (environment.url) within {limit:g} s: {error}. Check that "
                         f"the server runs and allows {self._config.sessions} sessions at a time (environment.sessions; "
                         "the server's max_concurrent_envs)."

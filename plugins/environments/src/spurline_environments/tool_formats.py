@@ -74,7 +74,7 @@ def choose_format(config: AutoFormatConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def name_of_format(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = False) -> tuple[str, str]:
-    """Return the format whose marks the chat template has, and a reason in words.
+    """Return the format whose marks the chat template has, and a reason in words; hermes and "" if it has none.
 
     Raises:
         ConfigError: If the model has tools, and the template shows them, but has no marks of a known format.
@@ -88,9 +88,10 @@ def name_of_format(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = Fals
         raise ConfigError.at(
             "source.environment.tool_format",
             f"is 'auto', but the chat template {template_name(tokenizer)} shows tools in none of the known formats: "
-            f"{listing(GRAMMARS)}. Set the model's format, or {{name: vllm, parser: NAME}} for a parser of vLLM.",
+            f"{listing(GRAMMARS)}. Set the model's format, or {{name: vllm, parser: NAME}} for a parser of vLLM, or "
+            "hermes for <tool_call> with JSON.",
         )
-    return "hermes", "the chat template has no marks of a format"
+    return "hermes", ""
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **how: bool) -> str:
@@ -118,7 +119,7 @@ class Turns:
         name, why = config.name, "the config names it"
         if name == "auto":
             name, why = name_of_format(tokenizer, has_tools=has_tools)
-        self.notes = (f"tool calls: format {name}, since {why}",)
+        self.notes = (f"tool calls: format {name}, since {why}",) if why else ()
 
         def shown(said: Mapping[str, Any], form: Form | None = None, num_calls: int = 1) -> str:
             answered = [_QUESTION, {"role": "assistant", **said}]

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.errors import DataError, PluginError, SpurlineError, listing
+from spurline.errors import ConfigError, DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline_concurrency.calls import within
 from spurline_environments.configs import BUILT_IN_TOOLS, ToolsConfig
@@ -42,6 +42,7 @@ from spurline_text.prompts import ChatQuestion, read_question
 from spurline_text.rows.formats import Conversation
 from spurline_text.rows.messages import Message
 from spurline_text.rows.rows import BadRowError
+from spurline_text.tokenizer import template_name
 
 MAX_RESULT_CHARACTERS = 2**18
 """Largest number of characters in all results of one turn."""
@@ -224,7 +225,7 @@ class Tools:
         return begun, tools
 
     def _require_shown(self, messages: Sequence[Message], tools: list[dict[str, Any]], where: str) -> None:
-        """Raise DataError if the chat template leaves out the tools, their results or another message."""
+        """Raise an error if the chat template leaves out the tools, their results or another message."""
         require_chat_template(self._tokenizer, where)
         renderer = ChatRenderer(self._tokenizer)
         try:
@@ -232,6 +233,11 @@ class Tools:
         except BadRowError as error:
             raise error.at(where) from error
         found = find_left_out(renderer, Conversation([*messages], tools), add_generation_prompt=True)
+        if tools is self._schemas and any(part.what == "tools" for part in found):
+            raise ConfigError.at(
+                "source.environment.tools",
+                f"are not shown by the template {template_name(self._tokenizer)}. Set model.chat_template: chatml.",
+            )
         refuse_left_out(found, self._tokenizer, where)
 
     async def _converse(self, chat: ChatFront, tools: Schemas, sampling: Sampling) -> _Ended:

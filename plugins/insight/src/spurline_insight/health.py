@@ -358,7 +358,7 @@ def _judged_groups(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         yield (
             "cut_off",
             f"{cut_off:.0%} of responses were cut off at the token limit. Raise source.sampling.max_new_tokens, or set "
-            "source.overlong, so that the model learns to stop earlier.",
+            "source.overlong or source.cut_off, so that the model learns to stop earlier.",
         )
     failed = metrics.get("response/share_abort", 0.0) + metrics.get("response/share_error", 0.0)
     if failed > LARGEST_FAILED_SHARE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -67,9 +67,9 @@ class Attempts:
         return self._make_runner(self.given_up)
 
     @property
-    def shows_prompts(self) -> bool:
-        """Return whether the environment knows the first prompt of an attempt beforehand."""
-        return isinstance(self._environment, ShowsPrompt)
+    def declared_terms(self) -> Collection[str] | None:
+        """Return the reward terms that the environment declares itself. Further terms are possible."""
+        return getattr(self._environment, "reward_terms", None)
 
     @property
     def notes(self) -> Sequence[str]:

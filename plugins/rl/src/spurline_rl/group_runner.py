@@ -80,9 +80,12 @@ class GivenUpPrompts:
 
 
 def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
-    """Return lines to append to a message: the first reasons, and the number of further reasons."""
-    reasons = "".join(f"\n- {prompt.reason}" for prompt in prompts[:_SHOWN_REASONS])
-    more = f"\n- and {len(prompts) - _SHOWN_REASONS} more" if len(prompts) > _SHOWN_REASONS else ""
+    """Return lines to append to a message: the first reasons that differ, and the number of further prompts."""
+    # The texts of equal reasons differ in the place before them.
+    first = {prompt.reason.partition("): ")[2]: number for number, prompt in reversed([*enumerate(prompts)])}
+    shown = [prompts[number] for number in sorted(first.values())[:_SHOWN_REASONS]]
+    reasons = "".join(f"\n- {prompt.reason}" for prompt in shown)
+    more = f"\n- and {len(prompts) - len(shown)} more" if len(prompts) > len(shown) else ""
     return f"{reasons}{more}"
 
 

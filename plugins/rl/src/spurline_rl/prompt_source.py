@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.data.batch import TrainingBatch
-from spurline.errors import DataError, RunFailedError, listing
+from spurline.errors import ConfigError, DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import Longest
 from spurline.protocols.held_out import HeldOutEvaluation
@@ -26,7 +26,7 @@ from spurline.protocols.stateful import refuse_other_data
 from spurline_rl.attempts import Attempts
 from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
-from spurline_rl.evaluation_configs import HeldOutConfig
+from spurline_rl.evaluation_configs import HeldOutConfig, success_problems
 from spurline_rl.group_runner import GivenUpPrompt, Outcome, carried, reasons_of, tags_of
 from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
@@ -167,14 +167,12 @@ class PromptSource(BatchSource):
     def summary(self) -> Mapping[str, object]:
         config, facts = self._settings, self._prompts.summary()
         # An environment that does not show its prompts may use any column of a row.
-        shows, datasets = self._attempts.shows_prompts, self._prompts.datasets
+        first = [draw for draw in self._prompts.rows(1) if isinstance(draw, Draw)]
+        shown = [draw.dataset for draw in first if self._read_prompt(draw) is not None]
+        datasets = [each for each in self._prompts.datasets if any(each.config is config for config in shown)]
         return {
             **facts,
-            "notes": [
-                *facts["notes"],
-                *(plain_text_notes(datasets, self._context.tokenizer) if shows else []),
-                *self._attempts.notes,
-            ],
+            "notes": [*facts["notes"], *plain_text_notes(datasets, self._context.tokenizer), *self._attempts.notes],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
@@ -262,6 +260,9 @@ class PromptSource(BatchSource):
         assert self._held_out is not None, "there is no held-out data"
         config, environment = self._settings.held_out, self._settings.environment
         terms, labels = environment.reward_terms, environment.by_label.keys()
+        declared = self._attempts.declared_terms if config.success.reward is None else None
+        if problems := [*success_problems(config.success, declared, f"{OF_SOURCE}success")]:
+            raise ConfigError(problems)
         return AttemptsEvaluation(config, self._held_out, self, OF_SOURCE, terms, labels)
 
     def sample_keys(self) -> NDArray[np.uint64]:

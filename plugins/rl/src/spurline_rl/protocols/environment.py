@@ -160,7 +160,7 @@ class Environment(Protocol):
     all attempts, many at the same time on one event loop, so `run` must keep its state in local variables. Time limits
     cannot stop code that does not await. Run slow code with `spurline_concurrency.calls.in_thread` or in a process. An
     environment that holds processes or files also has `close()`, plain or async. It may have `notes`, sentences that
-    `spurline plan` and the start of a run show.
+    `spurline plan` and the start of a run show, and `reward_terms`, names of terms that its config does not know.
     """
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
