@@ -114,7 +114,7 @@ class GradientRecorder:
         self._computed: torch.dtype | None = None
         self._hooks = [
             layer.register_forward_hook(self._watch(f"layer.{index}" if layers else ""))
-            for index, layer in enumerate(_layers(model))
+            for index, layer in enumerate(layers_of(model))
         ]
 
     def micro_batch(self, **columns: Any) -> None:
@@ -335,7 +335,7 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the list with the most weights, which are the layers in all common models."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
     largest = max(lists, key=lambda found: sum(value.numel() for value in found.parameters()), default=None)

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spurline.config.run_config import ModelConfig
-from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import load_model
 from spurline_oracle.dump import Dump, Row
 from spurline_oracle.losses import normalized, pair_loss, token_losses
+from spurline_oracle.recorder import layers_of
 
 Gradients = dict[str, Tensor]
 """Gradients by the names of parameters: fp64 on the host, with their shapes."""
@@ -215,7 +215,7 @@ def _outputs(causal: Any) -> Iterator[list[Tensor]]:
     def keep(module: Any, inputs: Any, output: Any) -> None:
         found.append((output[0] if isinstance(output, tuple) else output).detach())
 
-    hooks = [layer.register_forward_hook(keep) for layer in decoder_layers(causal)]
+    hooks = [layer.register_forward_hook(keep) for layer in layers_of(causal)]
     try:
         yield found
     finally:
