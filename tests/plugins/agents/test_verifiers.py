@@ -61,8 +61,12 @@ def test_an_episode_gives_weighted_rewards_metrics_and_the_tokens_that_were_samp
     assert found[1].info["metrics"] == {"tools/calls": 0, "turns/forked": 0, "verifiers/turns": 1.0}
 
 
-@pytest.mark.parametrize("taskset", ["number_game", f"{GAME}:ShortTasks", f"{GAME}:NumberTasks"])
-def test_an_environment_of_the_library_talks_over_several_turns_in_one_conversation(taskset: str) -> None:
+@pytest.mark.parametrize("taskset", ["number_game", f"{GAME}:ShortTasks", "plain.py:ShortTasks"])
+def test_an_environment_of_the_library_talks_over_several_turns_in_one_conversation(
+    taskset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text(Path(GAME).read_text("utf-8").replace("__all__", "exported"), "utf-8")
     player = Player(taskset, env={"player": {"max_turns": 3}})
     found = in_loop(player.environment, player.play(ROW, "3", "9", "7"))
     assert [message["content"] for message in found.info["messages"][2:]] == ["3", "higher", "9", "lower", "7"]
