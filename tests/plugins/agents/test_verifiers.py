@@ -187,6 +187,14 @@ def test_settings_that_the_library_refuses_are_named_as_the_config_names_them(
             len(VerifiersRows(config, None))  # type: ignore[arg-type]
 
 
+def test_a_taskset_that_cannot_load_its_tasks_says_why() -> None:
+    from spurline_agents.verifiers import VerifiersRows
+
+    rows = VerifiersRows(VerifiersRowsConfig(taskset="harbor", arguments={"require_image": True}), None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"taskset harbor is refused by verifiers: .*Harbor CLI"):
+        len(rows)
+
+
 def test_tools_of_a_taskset_are_called_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(Path(TASKS).parent)
     monkeypatch.setenv("PYTHONPATH", folder, prepend=":")

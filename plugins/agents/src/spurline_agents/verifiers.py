@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.errors import ConfigError, DataError, PluginError, Problem, listing, suggestion
+from spurline.errors import ConfigError, DataError, PluginError, Problem, SpurlineError, listing, suggestion
 from spurline.plugins.registry import Registry
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.configs import VerifiersConfig, VerifiersRowsConfig
@@ -117,10 +117,12 @@ def _names_in(section: type[BaseModel], path: Sequence[str]) -> Collection[str]:
 
 
 def _built(what: str, make: Callable[[], T]) -> T:
-    """Return what the library makes of settings. Raises ConfigError if it refuses them."""
+    """Return what the library makes of settings. Raises ConfigError if it, or the code of a taskset, fails."""
     try:
         return make()
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except SpurlineError:
+        raise
+    except Exception as error:
         raise ConfigError.at(what, f"is refused by verifiers: {_told(error)}") from error
 
 
