@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from spurline.errors import DataError
@@ -56,8 +56,7 @@ class Row:
     @cached_property
     def starts(self) -> Tensor:
         """Say for each token whether it is the first one of its sequence: bool [length]."""
-        before = torch.cat([torch.tensor([-1]), self.sample[:-1]])
-        return self.valid & (self.sample != before)
+        return self.valid & (self.within == 0)
 
     @cached_property
     def wanted(self) -> Tensor:
@@ -67,11 +66,9 @@ class Row:
     @cached_property
     def ranges(self) -> list[range]:
         """The positions of each sequence."""
-        found: list[range] = []
-        for start in self.starts.nonzero().flatten().tolist():
-            end = start + int((self.sample[start:] == self.sample[start]).sum())
-            found.append(range(start, end))
-        return found
+        samples, counts = self.sample.unique_consecutive(return_counts=True)
+        found = zip(samples.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True)
+        return [range(end - count, end) for sample, end, count in found if sample >= 0]
 
     @cached_property
     def within(self) -> Tensor:
@@ -112,16 +109,8 @@ class Dump:
         """Indices of rows by rank."""
         return self._groups(lambda row: row.rank)
 
-    @property
-    def is_packed(self) -> bool:
-        """Say whether a row holds several sequences."""
-        return any(len(row.ranges) > 1 for row in self.rows)
-
     def _groups(self, key: Any) -> list[list[int]]:
-        groups: dict[Any, list[int]] = {}
-        for index, row in enumerate(self.rows):
-            groups.setdefault(key(row), []).append(index)
-        return list(groups.values())
+        return [list(found) for _, found in groupby(range(len(self.rows)), lambda index: key(self.rows[index]))]
 
 
 def read_dump(folder: Path) -> Dump:
@@ -132,12 +121,12 @@ def read_dump(folder: Path) -> Dump:
     """
     try:
         facts = json.loads((folder / "dump.json").read_text())
-        gradients = load_file(folder / "gradients.safetensors")
-        files = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(facts["num_ranks"])]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        gradients = torch.load(folder / "gradients.pt", weights_only=True)
+        files = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(facts["num_ranks"])]
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
         raise DataError(
             f"{folder} is not a complete dump of GradientRecorder: {error}. Each data-parallel rank writes "
-            "rank-N.safetensors, and the first process dump.json and gradients.safetensors, when it calls save()."
+            "rank-N.pt, and the first process dump.json and gradients.pt, when it calls save()."
         ) from error
     if facts.get("format") != FORMAT:
         raise DataError(f"{folder}/dump.json has format {facts.get('format')}, and this version reads {FORMAT}.")
@@ -145,16 +134,12 @@ def read_dump(folder: Path) -> Dump:
         raise DataError(f"{folder} has no gradients. Call save() after backward, before zero_grad().")
     rows: list[Row] = []
     for rank, file in enumerate(files):
-        numbers = {int(name.partition(".")[0]) for name in file if not name.startswith("layer.")}
-        for micro_batch in sorted(numbers):
-            start = f"{micro_batch}."
-            columns = {name.removeprefix(start): value for name, value in file.items() if name.startswith(start)}
+        for micro_batch, columns in enumerate(file["micro_batches"]):
             where = f"{folder}, rank {rank}, micro-batch {micro_batch}"
             rows += _rows(columns, rank, micro_batch, facts["loss"], where)
     if not any(bool(row.wanted.any()) for row in rows):
         raise DataError(f"{folder} has no token with loss. Record labels or loss_mask.")
-    layers = [files[0][f"layer.{index}"] for index in range(len(files[0])) if f"layer.{index}" in files[0]]
-    return Dump(folder, facts, rows, gradients, layers)
+    return Dump(folder, facts, rows, gradients, files[0]["layers"])
 
 
 def _rows(columns: dict[str, Tensor], rank: int, micro_batch: int, loss: dict[str, Any], where: str) -> list[Row]:
@@ -166,15 +151,17 @@ def _rows(columns: dict[str, Tensor], rank: int, micro_batch: int, loss: dict[st
     for index in range(num_rows):
         own: dict[str, Tensor] = {}
         for name, value in columns.items():
-            own[name] = value.reshape(num_rows, -1)[index] if value.numel() >= num_rows else value.reshape(-1)
+            # One row may stand for all of them, such as that of position_ids.
+            each = value.expand(num_rows, -1) if value.dim() == 2 and len(value) == 1 else value
+            own[name] = each.reshape(num_rows, -1)[index] if each.numel() % num_rows == 0 else each.flatten()
             per_token = name not in ("pair", "chosen", *NUMBERS) or len(own[name]) != 1
             if per_token and len(own[name]) != length:
                 raise DataError(f"{where}: {name} has shape {list(value.shape)}, and input_ids {list(tokens.shape)}.")
-        rows.append(_row(own, tokens[index], rank, micro_batch, loss))
+        rows.append(_row(own, tokens[index], rank, micro_batch, loss, f"{where}, row {index}"))
     return rows
 
 
-def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, loss: dict[str, Any]) -> Row:
+def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, loss: dict[str, Any], where: str) -> Row:
     labels = own.get("labels", tokens).long()
     asked = own["loss_mask"].double() if "loss_mask" in own else torch.ones(len(tokens), dtype=torch.float64)
     asked = asked * (labels != IGNORED)
@@ -186,14 +173,17 @@ def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, lo
     valid = own["attention_mask"].bool() if "attention_mask" in own else torch.ones(len(tokens), dtype=torch.bool)
     positions = own["position_ids"].long() if "position_ids" in own else None
     if "segment_ids" in own:
-        sample = own["segment_ids"].long()
-        valid = valid & (sample > 0)
-    elif positions is not None:
+        valid = valid & (own["segment_ids"] > 0)
+    places = valid.nonzero().flatten()
+    of_places = own["segment_ids"][places].long() if "segment_ids" in own else torch.zeros_like(places)
+    if "segment_ids" not in own and positions is not None:
         # Positions restart with each sequence. Those of padding may be anything.
-        steps = torch.cat([torch.ones(1, dtype=torch.long), positions[1:] - positions[:-1]])
-        sample = ((steps != 1) & valid).long().cumsum(0)
-    else:
-        sample = torch.zeros_like(tokens)
+        of_places[1:] = (positions[places].diff() != 1).cumsum(0)
+    if bool(((places.diff() > 1) & (of_places.diff() == 0)).any()):
+        raise DataError(
+            f"{where}: the attention_mask has zeros between tokens of a sequence. Move padding to the ends of rows, or "
+            "give segment_ids if other sequences begin there."
+        )
     numbers = {name: own[name].double().expand(len(tokens)) for name in NUMBERS if name in own}
     return Row(
         rank,
@@ -201,7 +191,7 @@ def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, lo
         tokens,
         asked,
         labels,
-        torch.where(valid, sample, -1),
+        torch.full_like(tokens, -1).index_put_((places,), of_places),
         positions,
         numbers,
         int(own["pair"]) if "pair" in own else None,
