@@ -142,7 +142,7 @@ def test_gradients_are_exported_as_weights_are(tmp_path: Path) -> None:
     before = [weight.detach().clone() for weight in other.weights]
     recorder.save(exported_gradients(other, lambda: zip(other.names, other.weights, strict=True)))
     assert all(map(torch.equal, before, other.weights))
-    sum(weight.sum() for weight in other.weights).backward()
+    torch.stack([weight.sum() for weight in other.weights]).sum().backward()
     assert sorted(fired) == list(range(len(before)))
     assert judge(read_dump(tmp_path / "dump"), "cpu").is_clean
 
