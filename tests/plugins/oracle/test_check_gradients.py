@@ -32,13 +32,10 @@ OFTEN = {
     "each micro-batch averaged by itself",
     "TRL #5619: the tokens of the generation batch, not of the window",
     "axolotl #3608: attention across packed documents",
-    "Megatron-LM #7452: token counts of ranks",
-    "padding in labels",
     "labels shifted after cutting rows",
     "hidden states detached",
     "shared embeddings doubled under their second name",
     "norms of sequence parallelism",
-    "backward of column-parallel layers",
 }
 """Stacks that are checked in every run of the tests."""
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spurline.errors import DataError
@@ -121,12 +122,12 @@ def read_dump(folder: Path) -> Dump:
     """
     try:
         facts = json.loads((folder / "dump.json").read_text())
-        gradients = torch.load(folder / "gradients.pt", weights_only=True)
-        files = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(facts["num_ranks"])]
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
+        gradients = load_file(folder / "gradients.safetensors")
+        files = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(facts["num_ranks"])]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise DataError(
             f"{folder} is not a complete dump of GradientRecorder: {error}. Each data-parallel rank writes "
-            "rank-N.pt, and the first process dump.json and gradients.pt, when it calls save()."
+            "rank-N.safetensors, and the first process dump.json and gradients.safetensors, when it calls save()."
         ) from error
     if facts.get("format") != FORMAT:
         raise DataError(f"{folder}/dump.json has format {facts.get('format')}, and this version reads {FORMAT}.")
@@ -134,12 +135,16 @@ def read_dump(folder: Path) -> Dump:
         raise DataError(f"{folder} has no gradients. Call save() after backward, before zero_grad().")
     rows: list[Row] = []
     for rank, file in enumerate(files):
-        for micro_batch, columns in enumerate(file["micro_batches"]):
+        numbers = {int(name.partition(".")[0]) for name in file if not name.startswith("layer.")}
+        for micro_batch in sorted(numbers):
+            start = f"{micro_batch}."
+            columns = {name.removeprefix(start): value for name, value in file.items() if name.startswith(start)}
             where = f"{folder}, rank {rank}, micro-batch {micro_batch}"
             rows += _rows(columns, rank, micro_batch, facts["loss"], where)
     if not any(bool(row.wanted.any()) for row in rows):
         raise DataError(f"{folder} has no token with loss. Record labels or loss_mask.")
-    return Dump(folder, facts, rows, gradients, files[0]["layers"])
+    layers = [files[0][f"layer.{index}"] for index in range(len(files[0])) if f"layer.{index}" in files[0]]
+    return Dump(folder, facts, rows, gradients, layers)
 
 
 def _rows(columns: dict[str, Tensor], rank: int, micro_batch: int, loss: dict[str, Any], where: str) -> list[Row]:
@@ -172,18 +177,14 @@ def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, lo
         labels = torch.where(asked > 0, tokens, IGNORED)
     valid = own["attention_mask"].bool() if "attention_mask" in own else torch.ones(len(tokens), dtype=torch.bool)
     positions = own["position_ids"].long() if "position_ids" in own else None
-    if "segment_ids" in own:
-        valid = valid & (own["segment_ids"] > 0)
+    valid = valid & (own["segment_ids"] > 0 if "segment_ids" in own else True)
     places = valid.nonzero().flatten()
     of_places = own["segment_ids"][places].long() if "segment_ids" in own else torch.zeros_like(places)
     if "segment_ids" not in own and positions is not None:
         # Positions restart with each sequence. Those of padding may be anything.
         of_places[1:] = (positions[places].diff() != 1).cumsum(0)
     if bool(((places.diff() > 1) & (of_places.diff() == 0)).any()):
-        raise DataError(
-            f"{where}: the attention_mask has zeros between tokens of a sequence. Move padding to the ends of rows, or "
-            "give segment_ids if other sequences begin there."
-        )
+        raise DataError(f"{where}: the attention_mask has zeros between tokens of a sequence. Move them to the ends.")
     numbers = {name: own[name].double().expand(len(tokens)) for name in NUMBERS if name in own}
     return Row(
         rank,

@@ -1,7 +1,7 @@
 """Record one update of any training loop: its batch, its loss settings, its weights and its gradients.
 
-This file needs torch alone. Install it with `pip install spurline-oracle`, or copy it into a project. The command
-`spurline check-gradients FOLDER` compares what it wrote with the truth.
+This file needs torch and safetensors alone. Install it with `pip install spurline-oracle`, or copy it into a project.
+The command `spurline check-gradients FOLDER` compares what it wrote with the truth.
 
 ```python
 recorder = GradientRecorder(model, "dump", loss={"name": "cross_entropy", "reduction": "token_mean"})
@@ -14,8 +14,9 @@ recorder.save()                              # before clipping, optimizer.step()
 A dump is a folder:
 
 - `dump.json`: loss settings, numbers of the layout, dtypes, frozen parameters, and where the model is.
-- `rank-N.pt`: the columns of the micro-batches of data-parallel rank N, and outputs of layers for the first one.
-- `gradients.pt`: the gradient of each parameter, or its norm.
+- `rank-N.safetensors`: the micro-batches of data-parallel rank N, as `MICRO_BATCH.COLUMN`, and outputs of layers for
+  its first micro-batch, as `layer.INDEX`.
+- `gradients.safetensors`: the gradient of each parameter, or its norm.
 - `model/`: config and weights, unless `model_path` names a model with the same weights.
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 FORMAT = 1
@@ -108,11 +110,12 @@ class GradientRecorder:
             "counts": {},
             "model_path": model_path,
         }
-        self._batches: list[dict[str, Tensor]] = []
-        self._outputs: dict[int, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._num_batches = 0
         self._computed: torch.dtype | None = None
         self._hooks = [
-            layer.register_forward_hook(self._watch(index, layers)) for index, layer in enumerate(layers_of(model))
+            layer.register_forward_hook(self._watch(f"layer.{index}" if layers else ""))
+            for index, layer in enumerate(layers_of(model))
         ]
 
     def micro_batch(self, **columns: Any) -> None:
@@ -134,7 +137,8 @@ class GradientRecorder:
         if unknown:
             raise ValueError(f"micro_batch: unknown columns {', '.join(unknown)}. Columns: {', '.join(COLUMNS)}.")
         given = {name: torch.as_tensor(value) for name, value in columns.items() if value is not None}
-        self._batches.append({name: value.detach().cpu().clone() for name, value in given.items()})
+        self._tensors |= {f"{self._num_batches}.{name}": _copy(value) for name, value in given.items()}
+        self._num_batches += 1
 
     def counts(self, **counts: float) -> None:
         """Record numbers that the stack divides by. If the gradient is scaled, one of them may explain it."""
@@ -156,13 +160,11 @@ class GradientRecorder:
             hook.remove()
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._records:
-            file = {"micro_batches": self._batches, "layers": list(self._outputs.values())}
-            torch.save(file, self._folder / f"rank-{self._rank}.pt")
+            save_file(self._tensors, self._folder / f"rank-{self._rank}.safetensors")
         parameters = dict(self._model.named_parameters())
         frozen = None
         if gradients is None:
-            named = {name: _gradient(parameter) for name, parameter in parameters.items()}
-            gradients = {name: value for name, value in named.items() if value is not None}
+            gradients = {name: value for name, each in parameters.items() if (value := _gradient(each)) is not None}
             frozen = [_clean(name) for name, parameter in parameters.items() if not parameter.requires_grad]
         gradients = self._whole(gradients)
         kept = set(self._model.state_dict())
@@ -170,9 +172,8 @@ class GradientRecorder:
         weights = self._whole({} if self._facts["model_path"] else {**parameters, **buffers})
         if self._world_rank != 0:
             return self._folder
-        if norms:
-            gradients = {name: value.double().norm().reshape(1) for name, value in gradients.items()}
-        torch.save(gradients, self._folder / "gradients.pt")
+        shown = {n: value.double().norm().reshape(1) if norms else _copy(value) for n, value in gradients.items()}
+        save_file(shown, self._folder / "gradients.safetensors")
         if weights:
             self._save_model(weights)
         first = next(iter(parameters.values()))
@@ -207,7 +208,7 @@ class GradientRecorder:
         model = getattr(model, "_orig_mod", model)
         model.save_pretrained(self._folder / "model", state_dict=weights)
 
-    def _watch(self, index: int, keeps: bool) -> Any:
+    def _watch(self, key: str) -> Any:
         def see(module: nn.Module, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if not torch.is_grad_enabled() or type(hidden) is not Tensor:
@@ -215,8 +216,8 @@ class GradientRecorder:
             kind = hidden.device.type
             # Under autocast, sums over layers stay in fp32.
             self._computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-            if keeps and index not in self._outputs:
-                self._outputs[index] = hidden.detach().cpu().clone()
+            if key and key not in self._tensors:
+                self._tensors[key] = _copy(hidden)
 
         return see
 
@@ -280,7 +281,7 @@ def exported_gradients(model: nn.Module, export: Callable[[], Iterable[tuple[str
     try:
         for module, own in held:
             module._parameters.update({name: places[each] for name, each in own.items() if each is not None})
-        return {name: value.detach().cpu().clone() for name, value in export()}
+        return {name: _copy(value) for name, value in export()}
     finally:
         for module, own in held:
             module._parameters.update(own)
@@ -312,11 +313,9 @@ def _loss_of(arguments: Any) -> dict[str, Any]:
     if getattr(arguments, "use_vllm", False):
         checked["vllm_importance_sampling_correction"] = (False,)
     for name, values in checked.items():
-        if getattr(arguments, name, values[0]) not in values:
-            raise ValueError(
-                f"The loss with {name}={getattr(arguments, name)!r} cannot be checked. Set {name} to "
-                f"{' or '.join(map(repr, values))} for the recorded update."
-            )
+        value = getattr(arguments, name, values[0])
+        if value not in values:
+            raise ValueError(f"{name}={value!r} cannot be checked. Set {name} to {' or '.join(map(repr, values))}.")
     if not hasattr(arguments, "epsilon"):
         return {}
     low = arguments.epsilon
@@ -334,6 +333,10 @@ def _clean(name: str) -> str:
     """Return the name of a parameter without the wrappers of DDP, FSDP, checkpointing and torch.compile."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(dropwhile(lambda part: part == "module", parts))
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

@@ -73,15 +73,13 @@ def whole_row(restarts: bool) -> Reading:
 
 @dataclass(frozen=True)
 class Reference:
-    """The model of a dump with its batch, in fp64, or in the stack's dtypes if it `rounds`.
-
-    The last of `reading` is what the model is reading, for hooks that run in its forward pass.
-    """
+    """The model of a dump with its batch, in fp64, or in the stack's dtypes if it `rounds`."""
 
     dump: Dump
     device: Literal["auto", "cpu", "cuda"] = "auto"
     rounds: bool = False
     reading: list[Stretch] = field(default_factory=list[Stretch])
+    """One stretch: the one that the model is reading, for hooks."""
 
     @cached_property
     def _profile(self) -> Any:
@@ -127,9 +125,8 @@ class Reference:
         unknown = sorted(dump.gradients.keys() - names.keys())
         if unknown:
             raise DataError(
-                f"{dump.folder} has gradients of {listing(unknown[:3])}{', ...' if len(unknown) > 3 else ''}, which "
-                f"the model {dump.model_path} does not have. It has {', '.join(list(truth)[:3])}, ... Give save() "
-                "gradients by their Hugging Face names. Adapters must be merged or left out."
+                f"{dump.folder} has gradients of {listing(unknown[:3])}, which {dump.model_path} does not have. "
+                f"Give save() those of {', '.join(list(truth)[:3])}, ... Adapters must be merged or left out."
             )
         frozen = dump.facts["frozen"]
         left_out = truth.keys() if frozen is None else {names.get(name, name) for name in frozen}
@@ -146,9 +143,8 @@ class Reference:
 
     def shown(self, gradients: Gradients) -> Gradients:
         """Return gradients as the dump has them: whole, or the norm of each, [1]."""
-        if not self.dump.facts["norms"]:
-            return gradients
-        return {name: value.norm().reshape(1) for name, value in gradients.items()}
+        norms = {name: value.norm().reshape(1) for name, value in gradients.items()}
+        return norms if self.dump.facts["norms"] else gradients
 
     def predict(self, name: str, words: str, *arguments: Any, **changes: Any) -> Prediction:
         """Return the prediction of a mistake. The further arguments are those of `gradient`."""
@@ -209,10 +205,8 @@ class Reference:
                 weight = torch.maximum(own.max(), torch.as_tensor(weight).to(own))
             if loss["name"] == "dpo":
                 (weight * pair_loss(loss, margin)).backward()
-        found = {
-            name: _host(torch.zeros_like(each) if each.grad is None else each.grad)
-            for name, each in self.causal.named_parameters()
-        }
+        named = self.causal.named_parameters()
+        found = {name: _host(torch.zeros_like(each) if each.grad is None else each.grad) for name, each in named}
         self.causal.zero_grad(set_to_none=True)
         return found
 

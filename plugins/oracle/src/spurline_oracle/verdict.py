@@ -105,8 +105,7 @@ def _tried(prediction: Prediction, reference: Reference, noise: Noise) -> Explan
         if abs(factor / one.value - 1) < max(2 * noise.overall, 1e-5):
             options.append((compare(gradients, predicted, noise, one.value), one))
     if not prediction.name and not options:
-        size = norm(gradients)
-        hint = "Their norm is 1: were they recorded after clipping?" if abs(size - 1) < 1e-3 else ""
+        hint = "Their norm is 1: were they recorded after clipping?" if abs(norm(gradients) - 1) < 1e-3 else ""
         one = Scale(factor, f"{factor:.6g}", hint or "No number of the batch explains it. Give the recorder `counts`.")
         options.append((compare(gradients, predicted, noise, factor), one))
     if prediction.name and compare(predicted, reference.shown(reference.truth), noise).excess < _SAME:
