@@ -76,7 +76,9 @@ def right(folder: Path, name: str, dtype: torch.dtype) -> None:
 
 
 def right_packed(folder: Path, name: str = "qwen3", dtype: torch.dtype = torch.float32) -> None:
+    """Train all but the last norm on packed rows."""
     model, found = model_of(name, dtype), [packed(batch) for batch in batches()]
+    model.model.norm.requires_grad_(False)
     recorder = GradientRecorder(model, folder)
     for batch in found:
         recorder.micro_batch(**batch)
@@ -350,6 +352,27 @@ def positions_of_padding(folder: Path) -> None:
     recorder.save()
 
 
+def cut_off(folder: Path) -> None:
+    """Lose the gradients before the second layer, with one learned token in each sequence."""
+    model, batch = model_of("llama"), padded((5, 5), 0)
+    batch["labels"][:, :-1] = IGNORED
+    model.model.layers[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(), *inputs[1:]))
+    recorder = GradientRecorder(model, folder)
+    recorder.micro_batch(**batch)
+    model(**batch).loss.backward()
+    recorder.save()
+
+
+def shared_doubled(folder: Path) -> None:
+    """Give the gradient of a shared weight under both names, the second one doubled."""
+    model, batch = model_of("gemma"), padded((6, 5), 0)
+    recorder = GradientRecorder(model, folder)
+    recorder.micro_batch(**batch)
+    model(**batch).loss.backward()
+    gradients = {name: value.grad for name, value in model.named_parameters()}
+    recorder.save({**gradients, "lm_head.weight": 2 * model.lm_head.weight.grad})
+
+
 RIGHT: dict[str, Any] = {
     **{
         f"{name}, {dtype}": lambda folder, name=name, dtype=dtype: right(folder, name, dtype)
@@ -403,6 +426,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "end-of-turn tokens masked": (last_dropped, "last token of each sequence dropped"),
     "labels shifted after cutting rows": (halo_lost, "context-parallel boundary tokens lost (2 ranks)"),
     "shared embeddings on two stages": (embeddings_apart, "shared embeddings without their part as output layer"),
+    "hidden states detached": (cut_off, "no gradient reached model.embed_tokens.weight and 9 others"),
+    "shared embeddings doubled under their second name": (shared_doubled, "shared embeddings counted twice"),
     "norms of sequence parallelism": (
         norms_not_summed,
         "missing tensor-parallel sum of the gradients of norms (2 ranks)",

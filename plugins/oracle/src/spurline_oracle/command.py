@@ -13,17 +13,13 @@ if TYPE_CHECKING:
 
 def check_gradients(
     dump: Annotated[Path, typer.Argument(help="The folder that GradientRecorder wrote.")],
-    device: Annotated[str, typer.Option(help="Where the truth is computed: auto, cpu or cuda.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the truth is computed.")] = "auto",
 ) -> None:
     """Compare the gradients of any training stack with the fp64 truth, and name the usual cause of a difference."""
-    from spurline.errors import UserError
     from spurline_oracle.dump import read_dump
     from spurline_oracle.verdict import judge
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device is {device}. Choose auto, cpu or cuda.")
-    chosen: Literal["auto", "cpu", "cuda"] = device
-    verdict = judge(read_dump(dump), chosen)
+    verdict = judge(read_dump(dump), device)
     typer.echo(report(verdict))
     raise typer.Exit(0 if verdict.is_clean else 1)
 
@@ -40,20 +36,22 @@ def report(verdict: Verdict) -> str:
         f"noise       {verdict.noise.overall:.1e} of {dump.facts['dtype']}, measured on this batch",
         f"difference  {departure.total:.1e} of the fp64 truth over all parameters; the gradient is "
         f"{verdict.factor:.5g} times the truth",
-        f"worst       {departure.worst}: {departure.parameters[departure.worst]:.1e}",
+        f"worst       {departure.worst}: {departure.error:.1e}",
     ]
     if verdict.layer is not None:
         lines.append(f"forward     {verdict.layer or 'outputs of all layers agree (first micro-batch)'}")
     if verdict.missing:
-        lines.append(f"unchecked   {len(verdict.missing)} parameters have no gradient, such as {verdict.missing[0]}")
+        lines.append(f"unchecked   {len(verdict.missing)} parameters (frozen or not given), as {verdict.missing[0]}")
     if verdict.is_clean:
         return "\n".join([*lines, "", "The gradients are right, up to noise."])
     lines += ["", "The gradients are wrong."]
-    if verdict.explanations:
+    if departure.excess == float("inf"):
+        lines.append(f"The gradient of {departure.worst} is not finite.")
+    elif verdict.explanations:
         best, *also = verdict.explanations
         lines += [f"Cause: {best.title}.", f"  {best.words}", f"  It explains all but {best.departure.total:.1e}."]
         lines += [f"Also possible on this batch: {each.title}. {each.words}" for each in also]
     else:
         lines.append("No known mistake explains the difference. The closest leave:")
-        lines += [f"  {each.departure.total:.1e}  {each.title or 'the truth'}" for each in verdict.others[:3]]
+        lines += [f"  {each.departure.total:.1e}  {each.title or 'the truth'}" for each in verdict.tried[:3]]
     return "\n".join(lines)

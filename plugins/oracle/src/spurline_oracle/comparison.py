@@ -18,22 +18,21 @@ ALLOWANCE = 5.0
 """How many times the noise a parameter may depart."""
 
 _EPSILONS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-_TF32 = 2.0**-11
 
 
 @dataclass(frozen=True)
 class Departure:
     """How far a stack's gradients are from a prediction.
 
-    total: the relative norm of the difference over all parameters. parameters: the same by parameter. excess: the
-    largest ratio of a parameter's difference to what noise allows; at most 1 if the prediction explains the gradients.
-    worst: the parameter with that ratio.
+    total: the relative norm of the difference over all parameters. excess: the largest ratio of a parameter's
+    difference to what noise allows; at most 1 if the prediction explains the gradients, and infinite if they have NaN
+    or infinite values. worst: the parameter with that ratio. error: its relative difference.
     """
 
     total: float
-    parameters: dict[str, float]
     excess: float
     worst: str
+    error: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Noise:
     @classmethod
     def measured(cls, truth: Gradients, rounded: Gradients, dtype: str, tf32: bool) -> Noise:
         """Return the noise of gradients that were computed in `dtype` from the truth."""
-        epsilon = _TF32 if tf32 and dtype == "float32" else _EPSILONS.get(dtype, _EPSILONS["bfloat16"])
+        epsilon = 2.0**-11 if tf32 and dtype == "float32" else _EPSILONS.get(dtype, _EPSILONS["bfloat16"])
         total = norm(truth)
         # The true gradient of some parameters is zero, such as that of a bias of keys. Then noise is all there is.
         absolute = {
@@ -75,19 +74,13 @@ def scale(gradients: Gradients, prediction: Gradients) -> float:
 def compare(gradients: Gradients, prediction: Gradients, noise: Noise, factor: float = 1.0) -> Departure:
     """Return how far gradients are from a prediction that is multiplied by `factor`."""
     total = norm(prediction) * abs(factor)
-    parameters: dict[str, float] = {}
-    worst, excess, squares = "", 0.0, 0.0
+    worst, error, excess, squares = "none", 0.0, 0.0, 0.0
     for name, value in gradients.items():
         size = float(prediction[name].norm()) * abs(factor)
         difference = float((value - factor * prediction[name]).norm())
         squares += difference**2
-        parameters[name] = difference / size if size > 0 else float(difference > 0)
         allowed = ALLOWANCE * max(noise.absolute[name] * total, noise.overall * size / 2, noise.floor * total, 1e-300)
-        if difference / allowed > excess or not torch.isfinite(value).all():
-            worst, excess = name, difference / allowed if torch.isfinite(value).all() else float("inf")
-    return Departure(squares**0.5 / max(total, 1e-300), parameters, excess, worst)
-
-
-def norms_of(gradients: Gradients) -> Gradients:
-    """Return the norms of gradients, as tensors with one element."""
-    return {name: value.norm().reshape(1) for name, value in gradients.items()}
+        over = difference / allowed if torch.isfinite(value).all() else float("inf")
+        if over > excess:
+            worst, error, excess = name, difference / max(size, 1e-300), over
+    return Departure(squares**0.5 / max(total, 1e-300), excess, worst, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,7 @@ class Row:
     @cached_property
     def starts(self) -> Tensor:
         """Say for each token whether it is the first one of its sequence: bool [length]."""
-        before = torch.cat([torch.tensor([-1]), self.sample[:-1]])
-        return self.valid & (self.sample != before)
+        return self.valid & (self.within == 0)
 
     @cached_property
     def wanted(self) -> Tensor:
@@ -67,11 +67,9 @@ class Row:
     @cached_property
     def ranges(self) -> list[range]:
         """The positions of each sequence."""
-        found: list[range] = []
-        for start in self.starts.nonzero().flatten().tolist():
-            end = start + int((self.sample[start:] == self.sample[start]).sum())
-            found.append(range(start, end))
-        return found
+        samples, counts = self.sample.unique_consecutive(return_counts=True)
+        found = zip(samples.tolist(), counts.cumsum(0).tolist(), counts.tolist(), strict=True)
+        return [range(end - count, end) for sample, end, count in found if sample >= 0]
 
     @cached_property
     def within(self) -> Tensor:
@@ -112,16 +110,8 @@ class Dump:
         """Indices of rows by rank."""
         return self._groups(lambda row: row.rank)
 
-    @property
-    def is_packed(self) -> bool:
-        """Say whether a row holds several sequences."""
-        return any(len(row.ranges) > 1 for row in self.rows)
-
     def _groups(self, key: Any) -> list[list[int]]:
-        groups: dict[Any, list[int]] = {}
-        for index, row in enumerate(self.rows):
-            groups.setdefault(key(row), []).append(index)
-        return list(groups.values())
+        return [list(found) for _, found in groupby(range(len(self.rows)), lambda index: key(self.rows[index]))]
 
 
 def read_dump(folder: Path) -> Dump:
@@ -166,15 +156,17 @@ def _rows(columns: dict[str, Tensor], rank: int, micro_batch: int, loss: dict[st
     for index in range(num_rows):
         own: dict[str, Tensor] = {}
         for name, value in columns.items():
-            own[name] = value.reshape(num_rows, -1)[index] if value.numel() >= num_rows else value.reshape(-1)
+            # One row may stand for all of them, such as that of position_ids.
+            each = value.expand(num_rows, -1) if value.dim() == 2 and len(value) == 1 else value
+            own[name] = each.reshape(num_rows, -1)[index] if each.numel() % num_rows == 0 else each.flatten()
             per_token = name not in ("pair", "chosen", *NUMBERS) or len(own[name]) != 1
             if per_token and len(own[name]) != length:
                 raise DataError(f"{where}: {name} has shape {list(value.shape)}, and input_ids {list(tokens.shape)}.")
-        rows.append(_row(own, tokens[index], rank, micro_batch, loss))
+        rows.append(_row(own, tokens[index], rank, micro_batch, loss, f"{where}, row {index}"))
     return rows
 
 
-def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, loss: dict[str, Any]) -> Row:
+def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, loss: dict[str, Any], where: str) -> Row:
     labels = own.get("labels", tokens).long()
     asked = own["loss_mask"].double() if "loss_mask" in own else torch.ones(len(tokens), dtype=torch.float64)
     asked = asked * (labels != IGNORED)
@@ -185,15 +177,14 @@ def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, lo
         labels = torch.where(asked > 0, tokens, IGNORED)
     valid = own["attention_mask"].bool() if "attention_mask" in own else torch.ones(len(tokens), dtype=torch.bool)
     positions = own["position_ids"].long() if "position_ids" in own else None
-    if "segment_ids" in own:
-        sample = own["segment_ids"].long()
-        valid = valid & (sample > 0)
-    elif positions is not None:
+    valid = valid & (own["segment_ids"] > 0 if "segment_ids" in own else True)
+    places = valid.nonzero().flatten()
+    of_places = own["segment_ids"][places].long() if "segment_ids" in own else torch.zeros_like(places)
+    if "segment_ids" not in own and positions is not None:
         # Positions restart with each sequence. Those of padding may be anything.
-        steps = torch.cat([torch.ones(1, dtype=torch.long), positions[1:] - positions[:-1]])
-        sample = ((steps != 1) & valid).long().cumsum(0)
-    else:
-        sample = torch.zeros_like(tokens)
+        of_places[1:] = (positions[places].diff() != 1).cumsum(0)
+    if bool(((places.diff() > 1) & (of_places.diff() == 0)).any()):
+        raise DataError(f"{where}: the attention_mask has zeros between tokens of a sequence. Move them to the ends.")
     numbers = {name: own[name].double().expand(len(tokens)) for name in NUMBERS if name in own}
     return Row(
         rank,
@@ -201,7 +192,7 @@ def _row(own: dict[str, Tensor], tokens: Tensor, rank: int, micro_batch: int, lo
         tokens,
         asked,
         labels,
-        torch.where(valid, sample, -1),
+        torch.full_like(tokens, -1).index_put_((places,), of_places),
         positions,
         numbers,
         int(own["pair"]) if "pair" in own else None,

@@ -26,6 +26,16 @@ from spurline_oracle.truth import Prediction, Reading, Reference, Stretch, as_ro
 Hypothesis = Callable[[Reference], Iterable[Prediction]]
 
 
+def detached(reference: Reference) -> Iterable[Prediction]:
+    """Lose the gradients of the parameters that have none."""
+    lost = [name for name, value in reference.recorded.items() if not value.any() and reference.truth[name].any()]
+    if lost:
+        title = f"no gradient reached {lost[0]}" + (f" and {len(lost) - 1} others" if len(lost) > 1 else "")
+        words = "What cuts them off? Look for detach(), no_grad(), and checkpointing of inputs without a gradient."
+        zeros = {name: torch.zeros_like(reference.truth[name]) for name in lost}
+        yield Prediction(title, words, {**reference.truth, **zeros})
+
+
 def mean_of_means(reference: Reference) -> Iterable[Prediction]:
     """Normalize each micro-batch, or each rank, by its own count."""
     dump, wanted = reference.dump, reference.wanted
@@ -109,7 +119,7 @@ def wrong_targets(reference: Reference) -> Iterable[Prediction]:
 
 def packing(reference: Reference) -> Iterable[Prediction]:
     """Let packed sequences see each other, or count positions on, or learn first tokens from the sequence before."""
-    if not reference.dump.is_packed:
+    if all(len(row.ranges) <= 1 for row in reference.dump.rows):
         return
     words = (
         "Tokens saw the sequences before theirs in the packed row. Give attention the boundaries: cu_seqlens, a "
@@ -212,6 +222,7 @@ def preference_loss(reference: Reference) -> Iterable[Prediction]:
 
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
+    detached,
     mean_of_means,
     another_reduction,
     parts_lost,
@@ -269,11 +280,11 @@ def _without_old(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
 def _replaced(causal: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of the model and of its config in the context."""
     holders = [holder for holder in (causal, causal.config) if name in vars(holder)]
-    before = [getattr(holder, name) for holder in holders]
-    for holder in holders:
-        setattr(holder, name, value)
+    before = getattr(causal.config, name)
     try:
+        for holder in holders:
+            setattr(holder, name, value)
         yield
     finally:
-        for holder, old in zip(holders, before, strict=True):
-            setattr(holder, name, old)
+        for holder in holders:
+            setattr(holder, name, before)

@@ -20,7 +20,7 @@ from torch import Tensor
 from spurline.errors import DataError
 from spurline_oracle.dump import Dump
 
-NAMES = ("cross_entropy", "policy", "dpo")
+_CHOICES = {"name": ("cross_entropy", "policy", "dpo"), "labels": ("same", "next")}
 SETTINGS = ("name", "reduction", "temperature", "labels", "beta", "clip_low", "clip_high", "kl")
 _REDUCTIONS = ("token_mean", "sequence_mean", "sum")
 
@@ -28,15 +28,14 @@ _REDUCTIONS = ("token_mean", "sequence_mean", "sum")
 def check_loss(dump: Dump) -> None:
     """Raise DataError if the loss of a dump is not known, or its batch lacks a column that it needs."""
     loss, rows = dump.loss, dump.rows
-    if loss["name"] not in NAMES:
-        raise DataError(f"loss.name is {loss['name']!r}. Losses: {', '.join(NAMES)}.")
+    for key, choices in _CHOICES.items():
+        if loss.get(key, choices[0]) not in choices:
+            raise DataError(f"loss.{key} is {loss[key]!r}. Give {' or '.join(choices)}.")
     unknown = sorted(set(loss) - set(SETTINGS))
     if unknown:
         raise DataError(f"loss has unknown settings {', '.join(unknown)}. Settings: {', '.join(SETTINGS)}.")
     if isinstance(loss["reduction"], str) and loss["reduction"] not in _REDUCTIONS:
         raise DataError(f"loss.reduction is {loss['reduction']!r}. Give {', '.join(_REDUCTIONS)} or a number.")
-    if loss.get("labels", "same") not in ("same", "next"):
-        raise DataError(f"loss.labels is {loss['labels']!r}. Give `same` or `next`.")
     needed = ["advantages"] * (loss["name"] == "policy") + ["reference_logprobs"] * bool(loss.get("kl"))
     missing = [name for name in needed if any(name not in row.numbers for row in rows)]
     if missing:

@@ -1,7 +1,7 @@
 """Record one update of any training loop: its batch, its loss settings, its weights and its gradients.
 
-This file needs torch alone. Install it with `pip install spurline-oracle`, or copy it into a project. The command
-`spurline check-gradients FOLDER` compares what it wrote with the truth.
+This file needs torch and safetensors alone. Install it with `pip install spurline-oracle`, or copy it into a project.
+The command `spurline check-gradients FOLDER` compares what it wrote with the truth.
 
 ```python
 recorder = GradientRecorder(model, "dump", loss={"name": "cross_entropy", "reduction": "token_mean"})
@@ -13,7 +13,7 @@ recorder.save()                              # before clipping, optimizer.step()
 
 A dump is a folder:
 
-- `dump.json`: loss settings, numbers of the layout, dtypes, and where the model is.
+- `dump.json`: loss settings, numbers of the layout, dtypes, frozen parameters, and where the model is.
 - `rank-N.safetensors`: the micro-batches of data-parallel rank N, as `MICRO_BATCH.COLUMN`, and outputs of layers for
   its first micro-batch, as `layer.INDEX`.
 - `gradients.safetensors`: the gradient of each parameter, or its norm.
@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 FORMAT = 1
@@ -48,17 +50,17 @@ COLUMNS = (
 )
 """Names of columns of a batch. `GradientRecorder.micro_batch` describes them."""
 
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_CHECKED = {
+    "loss_type": ("dapo", "grpo", "nll", "chunked_nll"),
+    "label_smoothing_factor": (0,),
+    "importance_sampling_level": ("token",),
+    "delta": (None,),
+    "top_entropy_quantile": (1,),
+    "off_policy_mask_threshold": (None,),
+    "use_bias_correction_kl": (False,),
 }
+"""Arguments of trainers that change the loss, with the values that can be checked."""
 
 
 class GradientRecorder:
@@ -99,12 +101,11 @@ class GradientRecorder:
         self._model = model
         self._folder = Path(folder)
         self._rank = rank if rank is not None else self._world_rank
-        self._num_ranks = num_ranks or (torch.distributed.get_world_size() if parallel else 1)
         self._records = records
         self._facts: dict[str, Any] = {
             "format": FORMAT,
             "loss": {"name": "cross_entropy", "reduction": "token_mean", **(loss or {})},
-            "num_ranks": self._num_ranks,
+            "num_ranks": num_ranks or (torch.distributed.get_world_size() if parallel else 1),
             "layout": dict(layout or {}),
             "counts": {},
             "model_path": model_path,
@@ -135,9 +136,8 @@ class GradientRecorder:
         unknown = sorted(set(columns) - set(COLUMNS))
         if unknown:
             raise ValueError(f"micro_batch: unknown columns {', '.join(unknown)}. Columns: {', '.join(COLUMNS)}.")
-        for name, value in columns.items():
-            if value is not None:
-                self._tensors[f"{self._num_batches}.{name}"] = torch.as_tensor(value).detach().cpu().clone()
+        given = {name: torch.as_tensor(value) for name, value in columns.items() if value is not None}
+        self._tensors |= {f"{self._num_batches}.{name}": _copy(value) for name, value in given.items()}
         self._num_batches += 1
 
     def counts(self, **counts: float) -> None:
@@ -148,8 +148,9 @@ class GradientRecorder:
         """Write the dump after the last backward pass, before gradients are clipped and weights change.
 
         Args:
-            gradients: Gradients by their Hugging Face names, for models with other names. If None, they are read
-                from `.grad` (or Megatron's `.main_grad`) of the model's parameters.
+            gradients: Gradients by their Hugging Face names, for models with other names. Parameters that they leave
+                out are not checked. If None, gradients are read from `.grad` (or Megatron's `.main_grad`) of the
+                model's parameters, and each one that is not frozen must have one.
             norms: Whether to write only norms of gradients, which need almost no space and still show most bugs.
 
         Returns:
@@ -159,29 +160,29 @@ class GradientRecorder:
             hook.remove()
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._records:
-            _write(self._folder / f"rank-{self._rank}.safetensors", self._tensors)
+            save_file(self._tensors, self._folder / f"rank-{self._rank}.safetensors")
+        parameters = dict(self._model.named_parameters())
+        frozen = None
         if gradients is None:
-            named = {name: _gradient(parameter) for name, parameter in self._model.named_parameters()}
-            gradients = {name: value for name, value in named.items() if value is not None}
+            gradients = {name: value for name, each in parameters.items() if (value := _gradient(each)) is not None}
+            frozen = [_clean(name) for name, parameter in parameters.items() if not parameter.requires_grad]
         gradients = self._whole(gradients)
         kept = set(self._model.state_dict())
         buffers = {name: value for name, value in self._model.named_buffers() if name in kept}
-        parameters = dict(self._model.named_parameters())
         weights = self._whole({} if self._facts["model_path"] else {**parameters, **buffers})
         if self._world_rank != 0:
             return self._folder
-        if norms:
-            gradients = {name: value.double().norm().reshape(1) for name, value in gradients.items()}
-        _write(self._folder / "gradients.safetensors", gradients)
+        shown = {n: value.double().norm().reshape(1) if norms else _copy(value) for n, value in gradients.items()}
+        save_file(shown, self._folder / "gradients.safetensors")
         if weights:
             self._save_model(weights)
         first = next(iter(parameters.values()))
         self._facts |= {
             "norms": norms,
-            "weight_dtype": _name(first.dtype),
-            "dtype": _name(self._computed or first.dtype),
+            "frozen": frozen,
+            "weight_dtype": str(first.dtype).removeprefix("torch."),
+            "dtype": str(self._computed or first.dtype).removeprefix("torch."),
             "tf32": first.is_cuda and torch.get_float32_matmul_precision() != "highest",
-            "torch": torch.__version__,
         }
         (self._folder / "dump.json").write_text(json.dumps(self._facts, indent=2))
         return self._folder
@@ -192,9 +193,7 @@ class GradientRecorder:
         for name, value in tensors.items():
             gathered: Tensor = getattr(value, "full_tensor", lambda value=value: value)()
             if self._world_rank == 0:
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "")
-                found[name] = gathered.detach().cpu()
+                found[_clean(name)] = gathered.detach().cpu()
         return found
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:
@@ -218,7 +217,7 @@ class GradientRecorder:
             # Under autocast, sums over layers stay in fp32.
             self._computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             if key and key not in self._tensors:
-                self._tensors[key] = hidden.detach().cpu().clone()
+                self._tensors[key] = _copy(hidden)
 
         return see
 
@@ -234,22 +233,25 @@ def record_trainer(trainer: Any, folder: str | Path, loss: Mapping[str, Any] | N
         loss: Settings of the loss. If None, they are those of a GRPOTrainer's arguments, or cross entropy averaged
             over tokens.
         **options: Further arguments of `GradientRecorder`.
+
+    Raises:
+        ValueError: If the trainer's loss cannot be checked.
     """
     recorder: GradientRecorder | None = None
+    own = {**_loss_of(trainer.args), **(loss or {})}
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
 
     def record_loss(model: nn.Module, inputs: Mapping[str, Any], *rest: Any, **named: Any) -> Any:
         columns = grpo_columns(inputs) if "completion_ids" in inputs else inputs
         if recorder is not None:
             recorder.micro_batch(**{name: columns[name] for name in COLUMNS if name in columns})
-            counts = {"num_items_in_batch": inputs.get("num_items_in_batch", named.get("num_items_in_batch"))}
-            recorder.counts(**{name: float(value) for name, value in counts.items() if value is not None})
+            if (count := inputs.get("num_items_in_batch", named.get("num_items_in_batch"))) is not None:
+                recorder.counts(num_items_in_batch=count)
         return compute_loss(model, inputs, *rest, **named)
 
     def step(model: nn.Module, inputs: Any, *rest: Any, **named: Any) -> Any:
         nonlocal recorder
         if recorder is None:
-            own = {**_trl_loss(trainer.args), **(loss or {})}
             recorder = GradientRecorder(model, folder, own, **options)
             recorder.counts(gradient_accumulation_steps=trainer.args.gradient_accumulation_steps)
         result = training_step(model, inputs, *rest, **named)
@@ -264,18 +266,25 @@ def record_trainer(trainer: Any, folder: str | Path, loss: Mapping[str, Any] | N
 def exported_gradients(model: nn.Module, export: Callable[[], Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
     """Return gradients under the names, and cut and joined in the way, in which `export` returns weights.
 
-    It is for Megatron-core and other models with names of their own. Gradients take the places of weights while
-    `export` runs. What `export` does to weights must be linear: rename, cut, join, permute and gather.
+    It is for Megatron-core and other models with names of their own. Gradients take the places of the modules'
+    parameters while `export` runs, so `export` must look at the modules. What it does to weights must be linear:
+    rename, cut, join, permute and gather.
     """
-    held = {parameter: parameter.data for parameter in model.parameters()}
+    held = [(module, dict(module._parameters)) for module in model.modules()]
+    # Data of another dtype would cut a parameter off from the hooks that add its gradients to main_grad.
+    places: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in model.parameters():
+        gradient = _gradient(parameter)
+        value = torch.zeros_like(parameter) if gradient is None else gradient.detach()
+        places[parameter] = nn.Parameter(value, parameter.requires_grad)
+        vars(places[parameter]).update(vars(parameter))
     try:
-        for parameter in held:
-            gradient = _gradient(parameter)
-            parameter.data = torch.zeros_like(parameter) if gradient is None else gradient.detach()
-        return {name: value.detach().cpu().clone() for name, value in export()}
+        for module, own in held:
+            module._parameters.update({name: places[each] for name, each in own.items() if each is not None})
+        return {name: _copy(value) for name, value in export()}
     finally:
-        for parameter, value in held.items():
-            parameter.data = value
+        for module, own in held:
+            module._parameters.update(own)
 
 
 def grpo_columns(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,17 +307,21 @@ def grpo_columns(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def _trl_loss(arguments: Any) -> dict[str, Any]:
-    """Return the settings of the loss of TRL's arguments."""
+def _loss_of(arguments: Any) -> dict[str, Any]:
+    """Return the settings of the loss of a trainer's arguments, beyond the defaults."""
+    checked = dict(_CHECKED)
+    if getattr(arguments, "use_vllm", False):
+        checked["vllm_importance_sampling_correction"] = (False,)
+    for name, values in checked.items():
+        value = getattr(arguments, name, values[0])
+        if value not in values:
+            raise ValueError(f"{name}={value!r} cannot be checked. Set {name} to {' or '.join(map(repr, values))}.")
     if not hasattr(arguments, "epsilon"):
         return {}
-    reductions = {"dapo": "token_mean", "grpo": "sequence_mean"}
-    if arguments.loss_type not in reductions:
-        raise ValueError(f"loss_type {arguments.loss_type} is none of {', '.join(reductions)}, which can be checked.")
     low = arguments.epsilon
     return {
         "name": "policy",
-        "reduction": reductions[arguments.loss_type],
+        "reduction": {"dapo": "token_mean", "grpo": "sequence_mean"}[arguments.loss_type],
         "clip_low": low,
         "clip_high": low if arguments.epsilon_high is None else arguments.epsilon_high,
         "kl": arguments.beta,
@@ -316,19 +329,14 @@ def _trl_loss(arguments: Any) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as a safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, value in tensors.items():
-        start, end = end, end + value.numel() * value.element_size()
-        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in tensors.values():
-            file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+def _clean(name: str) -> str:
+    """Return the name of a parameter without the wrappers of DDP, FSDP, checkpointing and torch.compile."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(dropwhile(lambda part: part == "module", parts))
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
@@ -338,11 +346,5 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the list with the most weights, which are the layers in all common models."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
-    largest = max(lists, key=lambda found: sum(value.numel() for value in found.parameters()), default=None)
-    if largest is None:
-        return []
+    largest = max(lists, key=lambda found: sum(each.numel() for each in found.parameters()), default=nn.ModuleList())
     return list(largest.values() if isinstance(largest, nn.ModuleDict) else largest)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

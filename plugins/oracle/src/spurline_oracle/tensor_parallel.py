@@ -28,7 +28,7 @@ _FACTORS = tuple(factor for size in (2, 3, 4, 8, 16, 32, 64) for factor in (floa
 
 def scaled_kinds(reference: Reference) -> Iterable[Prediction]:
     """Scale the gradients of one kind of parameters."""
-    truth, gradients = reference.truth, reference.dump.gradients
+    truth, gradients = reference.truth, reference.recorded
     if reference.dump.facts["norms"]:
         return
     embedding, head = embedding_name(reference.causal), output_layer(reference.causal)
@@ -44,11 +44,11 @@ def scaled_kinds(reference: Reference) -> Iterable[Prediction]:
     }
     parameters = dict(reference.causal.named_parameters())
     for kind, belongs in kinds.items():
-        names = [name for name in gradients if name in truth and belongs(name, parameters[name])]
+        names = [name for name in gradients if belongs(name, parameters[name])]
         size = sum(float((truth[name] ** 2).sum()) for name in names)
         if not names or size == 0 or len(names) == len(truth):
             continue
-        found = sum(float((gradients[name].double() * truth[name]).sum()) for name in names) / size
+        found = sum(float((gradients[name] * truth[name]).sum()) for name in names) / size
         factor = min(_FACTORS, key=lambda each: abs(found / each - 1))
         own = {name: factor * truth[name] for name in names}
         words = "All others are right. Over which ranks (tensor, sequence, expert) are these summed or averaged?"
@@ -59,10 +59,8 @@ def missing_sums_of_weights(reference: Reference) -> Iterable[Prediction]:
     """Leave out the sum over tensor-parallel ranks of the gradients of norms."""
     norms = dict(_norms(reference.causal))
     heads = {name: module for name, module in norms.items() if _HEADS.search(name)}
-    kinds = {"norms": norms}
-    if heads:
-        others = {name: module for name, module in norms.items() if name not in heads}
-        kinds |= {"norms of queries and keys": heads, "norms of layers": others}
+    others = {name: module for name, module in norms.items() if name not in heads}
+    kinds = {"norms": norms, **({"norms of queries and keys": heads, "norms of layers": others} if heads else {})}
     for size in _sizes(reference):
         for kind, modules in kinds.items():
             name = f"missing tensor-parallel sum of the gradients of {kind} ({size} ranks)"
@@ -82,9 +80,7 @@ def missing_sums_of_inputs(reference: Reference) -> Iterable[Prediction]:
             of_ranks: list[Gradients] = []
             for rank in range(size):
 
-                def replace(
-                    module: nn.Module, inputs: Any, output: Tensor, rank: int = rank, size: int = size
-                ) -> Tensor:
+                def replace(module: Any, inputs: Any, output: Tensor, rank: int = rank, size: int = size) -> Tensor:
                     features = torch.arange(output.shape[-1], device=output.device)
                     own = is_part(output.shape[-1], features, rank, size)
                     return torch.where(own, output, without_input_gradient(module, inputs, output))
@@ -115,7 +111,7 @@ def _of_first_rank(reference: Reference, size: int, heads: set[nn.Module]) -> An
             count, axis = output.shape[2], 2
             index = torch.arange(count, device=output.device)
         else:
-            stretch = reference.reading_now()
+            stretch = reference.reading[-1]
             count, axis = len(reference.dump.rows[stretch.row].tokens), 1
             index = torch.arange(stretch.where.start, stretch.where.stop, device=output.device)
         if output.dim() <= axis or output.shape[axis] != len(index):

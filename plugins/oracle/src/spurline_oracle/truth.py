@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spurline.config.run_config import ModelConfig
+from spurline.errors import DataError, listing
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import load_model
 from spurline_oracle.dump import Dump, Row
@@ -77,7 +78,8 @@ class Reference:
     dump: Dump
     device: Literal["auto", "cpu", "cuda"] = "auto"
     rounds: bool = False
-    _reading: list[Stretch] = field(default_factory=list[Stretch])
+    reading: list[Stretch] = field(default_factory=list[Stretch])
+    """One stretch: the one that the model is reading, for hooks."""
 
     @cached_property
     def _profile(self) -> Any:
@@ -106,6 +108,43 @@ class Reference:
     def truth(self) -> Gradients:
         """The gradient of the batch as it is meant."""
         return self.gradient()
+
+    @cached_property
+    def recorded(self) -> Gradients:
+        """The gradients of the dump, as `shown`, under the first names of parameters.
+
+        A trained parameter without a gradient has zeros. Of the gradients of a shared weight under two names, the one
+        that departs more stands for both.
+
+        Raises:
+            DataError: If a gradient has a name or a shape that the model does not have.
+        """
+        dump, truth = self.dump, self.shown(self.truth)
+        firsts: dict[Tensor, str] = {}
+        names = {n: firsts.setdefault(each, n) for n, each in self.causal.named_parameters(remove_duplicate=False)}
+        unknown = sorted(dump.gradients.keys() - names.keys())
+        if unknown:
+            raise DataError(
+                f"{dump.folder} has gradients of {listing(unknown[:3])}, which {dump.model_path} does not have. "
+                f"Give save() those of {', '.join(list(truth)[:3])}, ... Adapters must be merged or left out."
+            )
+        frozen = dump.facts["frozen"]
+        left_out = truth.keys() if frozen is None else {names.get(name, name) for name in frozen}
+        found = {name: torch.zeros_like(value) for name, value in truth.items() if name not in left_out}
+        errors: dict[str, float] = {}
+        for name, value in dump.gradients.items():
+            first, right = names[name], truth[names[name]]
+            if value.shape != right.shape:
+                raise DataError(f"{dump.folder}: {name} is {list(value.shape)}, and should be {list(right.shape)}.")
+            error = float((value.double() - right).norm().nan_to_num(float("inf")))
+            if error >= errors.get(first, 0.0):
+                found[first], errors[first] = value.double(), error
+        return found
+
+    def shown(self, gradients: Gradients) -> Gradients:
+        """Return gradients as the dump has them: whole, or the norm of each, [1]."""
+        norms = {name: value.norm().reshape(1) for name, value in gradients.items()}
+        return norms if self.dump.facts["norms"] else gradients
 
     def predict(self, name: str, words: str, *arguments: Any, **changes: Any) -> Prediction:
         """Return the prediction of a mistake. The further arguments are those of `gradient`."""
@@ -166,13 +205,10 @@ class Reference:
                 weight = torch.maximum(own.max(), torch.as_tensor(weight).to(own))
             if loss["name"] == "dpo":
                 (weight * pair_loss(loss, margin)).backward()
-        found = {name: _host(each.grad) for name, each in self.causal.named_parameters() if each.grad is not None}
+        named = self.causal.named_parameters()
+        found = {name: _host(torch.zeros_like(each) if each.grad is None else each.grad) for name, each in named}
         self.causal.zero_grad(set_to_none=True)
         return found
-
-    def reading_now(self) -> Stretch:
-        """Return what the model is reading, for hooks that run in its forward pass."""
-        return self._reading[-1]
 
     def layers(self, rows: Sequence[int]) -> list[Tensor]:
         """Return the outputs of layers [rows, length, hidden], with 0 on padding."""
@@ -194,7 +230,7 @@ class Reference:
         return scores.gather(-1, targets.to(scores.device)[:, None])[:, 0]
 
     def _logits(self, stretch: Stretch) -> Tensor:
-        self._reading[:] = [stretch]
+        self.reading[:] = [stretch]
         where = slice(stretch.where.start, stretch.where.stop)
         tokens = self.dump.rows[stretch.row].tokens[where]
         # A mask without zeros keeps transformers from finding sequences by their positions.
