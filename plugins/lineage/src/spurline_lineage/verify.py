@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from spurline.config.loading import load_config
 from spurline.digests import verify_files
-from spurline.errors import CheckpointError, DamagedCheckpointError, UserError
-from spurline.protocols.stateful import Stateful
-from spurline.run.build import build_data
+from spurline.errors import DamagedCheckpointError, OtherDataError, UserError
 from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore, open_checkpoint
 from spurline.run.checkpoints.hook_state import FOLDER
 from spurline.run.checkpoints.state_files import read_state
@@ -149,9 +146,7 @@ def _recomputed(
     try:
         with trained_again(run_dir, checkpoint, steps[-1], [f"plugins={json.dumps([*plugins])}", *overrides]) as again:
             made = read_lineage(again)
-    except CheckpointError as error:
-        if checkpoint is None or not _has_other_rows(run_dir, checkpoint, overrides):
-            raise
+    except OtherDataError as error:
         return [Departure(steps[0], "rows", str(error))]
     if not made:
         raise UserError("--set plugins: the list has no lineage, so nothing was recorded. Add lineage.")
@@ -166,17 +161,3 @@ def _recomputed(
 def differ(one: str | None, other: str | None) -> bool:
     """Return whether two hashes differ. A hash that was not computed differs from none."""
     return None not in (one, other) and one != other
-
-
-def _has_other_rows(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> bool:
-    """Return whether the source refuses its state in the checkpoint, since the data has changed."""
-    loaded = load_config(settings_at(run_dir, checkpoint.step + 1), overrides, recorded=True)
-    kept = checkpoint.path / "components" / "source" / loaded.config.source.name
-    with ExitStack() as stack:
-        source = build_data(loaded, stack).source
-        try:
-            if isinstance(source, Stateful):
-                source.load_state_dict(read_state(kept))
-        except CheckpointError:
-            return True
-    return False

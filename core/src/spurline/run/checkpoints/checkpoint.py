@@ -272,9 +272,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder.")
     manifest = _read_manifest(path)
-    files: dict[str, Any] = manifest["files"]
-    digests = {name: FileDigest(entry["bytes"], entry["xxh3"]) for name, entry in files.items()}
-    verify_files(path, digests, only_sizes={name for name, entry in files.items() if entry.get(_BY_WRITER)})
+    digests = {name: FileDigest(entry["bytes"], entry["xxh3"]) for name, entry in manifest["files"].items()}
+    verify_files(path, digests, only_sizes={name for name, entry in manifest["files"].items() if entry.get(_BY_WRITER)})
     return Checkpoint(path, manifest)
 
 
@@ -293,11 +292,9 @@ def _file_entries(folder: Path, files: Sequence[Path], written: Written) -> dict
             raise CheckpointWriteError(
                 f"{name} has {file.stat().st_size} bytes, and its writer says that it wrote {digest.num_bytes}."
             )
-        entries[name] = {
-            "bytes": digest.num_bytes,
-            "xxh3": digest.xxh3,
-            **({_BY_WRITER: True} if name in written.by_reader else {}),
-        }
+        entries[name] = {"bytes": digest.num_bytes, "xxh3": digest.xxh3}
+        if name in written.by_reader:
+            entries[name][_BY_WRITER] = True
     unseen = sorted(written.digests.keys() - entries.keys())
     if unseen:
         raise CheckpointWriteError(
