@@ -105,17 +105,18 @@ def policy_hash(backend: Backend) -> str:
     If the backend lends fp32 master weights, they are hashed in place of published weights of the same name.
     """
     if isinstance(backend, TrainsAdapters) and backend.adapter_settings() is not None:
-        return _weights_hash(backend.named_adapter_weights())
+        return weights_hash(backend.named_adapter_weights())
     masters = backend.trained_parameters() if isinstance(backend, LendsParameters) else {}
-    return _weights_hash((name, masters.get(name, tensor)) for name, tensor in backend.named_weights())
+    return weights_hash((name, masters.get(name, tensor)) for name, tensor in backend.named_weights())
 
 
 def critic_hash(backend: Backend) -> str | None:
     """Return the hash of the trained weights of the critic, or None if the backend does not lend them."""
-    return _weights_hash(backend.trained_parameters("critic").items()) if isinstance(backend, LendsParameters) else None
+    return weights_hash(backend.trained_parameters("critic").items()) if isinstance(backend, LendsParameters) else None
 
 
-def _weights_hash(named: Iterable[tuple[str, Tensor]]) -> str:
+def weights_hash(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the hash of named tensors, which does not depend on their order."""
     return f"{sum(tensor_hash(name, tensor) for name, tensor in named) % 2**64:016x}"
 
 
