@@ -235,8 +235,13 @@ def test_a_backend_that_lends_no_parameters_has_the_same_hash(spurline_tiny_mode
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_reproducible_sums_have_one_chain_in_all_layouts(base_config: Config, spurline: Spurline) -> None:
-    config = recorded(base_config, steps=4)
+@pytest.mark.parametrize("kind", ["rows of data", "rollouts with a critic"])
+def test_reproducible_sums_have_one_chain_in_all_layouts(
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest
+) -> None:
+    config = recorded(request.getfixturevalue("base_config" if kind == "rows of data" else "rl_config"), steps=4)
+    if kind == "rollouts with a critic":
+        config |= {"source": {**config["source"], "advantage": "gae"}, "critic": {"optimizer": {"learning_rate": 1e-3}}}
     config["backend"] = {**config["backend"], "sums": "reproducible"}
     ranks = on_ranks(config, sums="reproducible")
     local, sharded = (Path(train(each, name=name).run_dir) for each, name in ((config, "local"), (ranks, "ranks")))

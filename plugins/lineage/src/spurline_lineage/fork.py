@@ -74,9 +74,8 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
     Args:
         run_dir: The parent.
         checkpoint: A checkpoint of the parent.
-        overrides: `key.path=value` strings. Each setting may change. What the state in the checkpoint does not fit is
-            refused when the fork is trained, with the words of a resume. Other settings are those with which the
-            parent has trained the next step.
+        overrides: `key.path=value` strings that change any settings of the parent's next step. What the state in the
+            checkpoint does not fit is refused when the fork is trained, with the words of a resume.
         new_dir: The folder of the fork, new or empty.
 
     Raises:
