@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from async_runs import asynchronous
+from backend_batches import excite, local_backend
 from run_helpers import (
     Config,
     KillableProcess,
     Spurline,
     assert_same_weights,
     deterministic,
+    on_ranks,
     read_metrics,
     train,
     write_pairs,
@@ -27,7 +31,9 @@ from spurline.digests import digest_file
 from spurline.plugins import hookimpl
 from spurline.run.evaluations.evaluation import DataEvaluation
 from spurline_lineage.blame import blame_step, groups_alone
+from spurline_lineage.fingerprints import policy_hash
 from spurline_lineage.recorder import read_lineage
+from spurline_models.local.backend import LocalBackend
 
 
 def recorded(config: Config, **changes: Any) -> Config:
@@ -116,13 +122,13 @@ def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
     run_dir = Path(train(config).run_dir)
     assert spurline("verify", run_dir)[:2] == (
         0,
-        "Equal: steps 5 to 5 were recomputed, and the record fits together.\n",
+        "Equal: steps 5 to 5 were recomputed, and the record of steps 1 to 5 fits together.\n",
     )
     (tmp_path / "elsewhere").mkdir()
     data = data.rename(tmp_path / "elsewhere" / data.name)
     moved = ("--set", f"data.train={data}")
     code, out, _ = spurline("verify", run_dir, "--step", 4, "--from", "start", *moved)
-    assert (code, out) == (0, "Equal: steps 1 to 4 were recomputed, and the record fits together.\n")
+    assert (code, out) == (0, "Equal: steps 1 to 4 were recomputed, and the record of steps 1 to 5 fits together.\n")
 
     if kind == "rollouts":
         kept = run_dir / "rollouts/step-000003.parquet"
@@ -139,7 +145,7 @@ def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
     flipped(weights, -5)
     code, out, _ = spurline("verify", run_dir, "--step", 3, *moved)
     assert code == 1
-    assert out.startswith("step 3: checkpoint:")
+    assert out.startswith("step 2: checkpoint:")
     assert "model.safetensors is damaged" in out
     manifest = weights.parents[1] / "manifest.json"
     content = json.loads(manifest.read_text())
@@ -160,21 +166,117 @@ def test_verify_passes_on_what_is_intact_and_finds_each_flipped_bit(
     assert [path.name for path in run_dir.iterdir() if path.name == "again"] == []
 
 
-@pytest.mark.processes
-def test_verify_passes_on_a_run_that_was_killed_five_times(
-    base_config: Config, killable_process: Callable[..., KillableProcess], spurline: Spurline
+def test_a_fork_and_verify_use_the_settings_after_a_change_and_leave_the_parents_files_alone(
+    base_config: Config, spurline: Spurline
 ) -> None:
-    config = recorded(base_config, steps=20)
+    config = recorded(base_config, steps=4)
+    train(config)
+    changed = config["optimizer"] | {"learning_rate": 0.02}
+    parent = Path(train(config, steps=6, optimizer=changed, allow_change=["optimizer"]).run_dir)
+    weights = parent / "checkpoints/step-00000004/backend/model.safetensors"
+    weights.chmod(0o444)
+    fork = parent.with_name("fork")
+    code, _, err = spurline("fork", f"{parent}@4", "--run-dir", fork)
+    assert code == 0, err
+    assert chains(fork) == {step: chain for step, chain in chains(parent).items() if step > 4}
+    # A verify that was killed has left links.
+    killed = parent / "again/scratch-killed/run/run.lock"
+    killed.parent.mkdir(parents=True)
+    killed.touch()
+    code, out, err = spurline("verify", parent)
+    assert (code, out.split(",")[0]) == (0, "Equal: steps 5 to 6 were recomputed"), err
+    assert not killed.exists()
+    assert weights.stat().st_mode & 0o777 == 0o444
+    code, _, err = spurline("verify", parent, "--from", weights.parents[2] / "step-00000002")
+    assert code == 2
+    assert "optimizer.learning_rate was changed after step 4" in err
+
+
+def test_verify_names_what_it_has_compared_and_reads_each_checkpoint(base_config: Config, spurline: Spurline) -> None:
+    config = recorded(base_config, steps=4, schedule="constant", lineage={"weights_every_steps": 3})
+    run_dir = Path(train(config).run_dir)
+    code, out, err = spurline("verify", run_dir)
+    assert code == 0, err
+    assert out.endswith("Weights were recorded, and compared, after 1 of the 2 steps.\n")
+    # Nothing is said about equality if the steps cannot be recomputed.
+    code, out, err = spurline("verify", run_dir, "--set", "optimizer=sgd")
+    assert (code, out) == (2, "")
+    assert "optimizer" in err
+
+    record, newest = run_dir / "lineage.jsonl", run_dir / "checkpoints/step-00000004/backend/model.safetensors"
+    lines = record.read_bytes()
+    record.write_bytes(lines.splitlines(keepends=True)[0])
+    code, out, _ = spurline("verify", run_dir)
+    assert code == 1
+    assert "step 2: record: lineage.jsonl has another chain up to step 2 than" in out
+    record.write_bytes(lines)
+    flipped(newest, -5)
+    code, out, _ = spurline("verify", run_dir, "--step", 2)
+    assert code == 1
+    assert out.startswith("step 4: checkpoint:")
+    flipped(newest, -5)
+
+    # The settings of the only checkpoint that is left have no lineage.
+    config = {**config, "plugins": [name for name in config["plugins"] if name != "lineage"]}
+    del config["lineage"]
+    train(config, steps=6, allow_change=["plugins"])
+    for step in (2, 4):
+        shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
+    code, out, err = spurline("verify", run_dir, "--from", "start")
+    assert (code, out.split(",")[0]) == (0, "Equal: steps 1 to 4 were recomputed"), err
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_backend_that_lends_no_parameters_has_the_same_hash(spurline_tiny_model: Path, lora: Config | None) -> None:
+    backend = excite(local_backend(spurline_tiny_model, lora=lora))
+    parts = ("named_weights", "adapter_settings", "named_adapter_weights")
+    assert policy_hash(SimpleNamespace(**{part: getattr(backend, part) for part in parts})) == policy_hash(backend)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["rows of data", "rollouts with a critic"])
+def test_reproducible_sums_have_one_chain_in_all_layouts(
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest
+) -> None:
+    config = recorded(request.getfixturevalue("base_config" if kind == "rows of data" else "rl_config"), steps=4)
+    if kind == "rollouts with a critic":
+        config |= {"source": {**config["source"], "advantage": "gae"}, "critic": {"optimizer": {"learning_rate": 1e-3}}}
+    config["backend"] = {**config["backend"], "sums": "reproducible"}
+    ranks = on_ranks(config, sums="reproducible")
+    local, sharded = (Path(train(each, name=name).run_dir) for each, name in ((config, "local"), (ranks, "ranks")))
+    assert chains(local) == chains(sharded)
+    # A checkpoint fits other numbers of ranks. Other backends begin at step 1.
+    for run_dir, words in (
+        (sharded, ["--set", "backend.ranks=1"]),
+        (local, ["--from", "start", *settings(plugins=ranks["plugins"], backend=ranks["backend"])]),
+        (sharded, ["--from", "start", *settings(backend=config["backend"])]),
+    ):
+        code, out, err = spurline("verify", run_dir, *words)
+        assert (code, out.split(":")[0]) == (0, "Equal"), out + err
+
+
+def settings(**values: Any) -> list[str]:
+    return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_verify_passes_on_a_run_that_was_killed(
+    kills: int, base_config: Config, killable_process: Callable[..., KillableProcess], spurline: Spurline
+) -> None:
+    steps = 4 * kills
+    config = recorded(base_config, steps=steps)
     whole = train(config, name="whole")
     instants = random.Random(3)
-    for _ in range(5):
+    for _ in range(kills):
         process = killable_process(config)
         process.wait_for_steps(instants.randint(1, 2), instants.uniform(0, 0.02))
         process.kill()
     run_dir = Path(train(config).run_dir)
     assert chains(run_dir) == chains(whole.run_dir)
     code, out, _ = spurline("verify", run_dir, "--from", "start")
-    assert (code, out) == (0, "Equal: steps 1 to 20 were recomputed, and the record fits together.\n")
+    assert (code, out.split(",")[0]) == (0, f"Equal: steps 1 to {steps} were recomputed")
 
 
 SGD = {"name": "sgd", "learning_rate": 0.01, "max_grad_norm": None}
@@ -182,7 +284,7 @@ SGD = {"name": "sgd", "learning_rate": 0.01, "max_grad_norm": None}
 
 @pytest.mark.parametrize("kind", ["rows of data", "pairs", "rollouts"])
 def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_without_its_group(
-    kind: str, spurline: Spurline, request: pytest.FixtureRequest, tmp_path: Path
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = request.getfixturevalue("rl_config" if kind == "rollouts" else "base_config")
     config = recorded(config, steps=3, optimizer=SGD, schedule="constant")
@@ -196,7 +298,19 @@ def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_wi
     code, out, err = spurline("blame", run_dir, "--step", 3, "--top", 2)
     assert code == 0, err
     assert out.index("largest shares:") < out.index("smallest shares:")
-    shares = blame_step(run_dir, 3).shares()
+    tokens, gradients = [], LocalBackend.gradients
+    with monkeypatch.context() as counted:
+
+        def counting(self: LocalBackend, batch: Any, *words: Any, **named: Any) -> Any:
+            tokens.append(batch.num_tokens)
+            return gradients(self, batch, *words, **named)
+
+        counted.setattr(LocalBackend, "gradients", counting)
+        shares = blame_step(run_dir, 3).shares()
+    # All groups together cost one more pass over the step.
+    assert len(tokens) > len(shares)
+    if kind != "rollouts":
+        assert sum(tokens[1:]) <= tokens[0]
     assert sum(share for share, _ in shares) == pytest.approx(1, abs=1e-6)
     share, largest = shares[0]
     assert largest.text

@@ -57,6 +57,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint with a missing or changed file. An earlier checkpoint may be intact."""
 
 
+class OtherDataError(CheckpointError):
+    """A checkpoint whose run has drawn from other data."""
+
+
 class RunDirectoryError(UserError):
     """A run directory that is in use, belongs to another run, or cannot be written."""
 

@@ -146,3 +146,12 @@ def by_segment(batch: TrainingBatch, values: Tensor) -> list[list[float]]:
     numbers = segment_numbers(real)[real.tokens["segment_ids"] > 0]
     found = values[real.tokens["segment_ids"] > 0]
     return sorted(found[numbers == number].tolist() for number in numbers.unique())
+
+
+def test_with_reproducible_sums_a_minibatch_without_loss_decays_weights_as_on_ranks() -> None:
+    trained = local_backend(model_folder(), sums="reproducible")
+    before = {name: value.clone() for name, value in trained.trained_parameters().items()}
+    trained.update(lay_out(make_samples([5, 9], loss_share=0)), Objective(LOSSES["cross_entropy"], normalizer=1.0))
+    # The optimizer of `run_config` has the learning rate 0.01 and the weight decay 0.1. Vectors do not decay.
+    for name, value in trained.trained_parameters().items():
+        torch.testing.assert_close(value, before[name] * (1 - 0.01 * 0.1 if value.ndim > 1 else 1))

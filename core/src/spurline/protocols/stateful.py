@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from spurline.errors import CheckpointError
+from spurline.errors import OtherDataError
 
 
 @runtime_checkable
@@ -50,6 +50,6 @@ class StateParts(Iterable[Mapping[str, object]]):
 
 
 def refuse_other_data(state: Mapping[str, object], fingerprint: str, message: str) -> None:
-    """Raise CheckpointError with this message unless the state has this fingerprint under `data`."""
+    """Raise OtherDataError with this message unless the state has this fingerprint under `data`."""
     if state.get("data") != fingerprint:
-        raise CheckpointError(message)
+        raise OtherDataError(message)

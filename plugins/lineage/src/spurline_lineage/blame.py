@@ -24,6 +24,7 @@ from spurline.plugins.run_view import RunView
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
 from spurline_lineage.fork import checkpoint_before, trained_again
+from spurline_models.separation import SeparatedBatch
 
 
 @dataclass
@@ -96,7 +97,8 @@ class Blame:
         multiple = self._run.config.backend.layout().row_multiple
         whole = {name: gradient.clone() for name, gradient in backend.gradients(batch, objective)}
         self.squared_norm += sum(_dot(gradient, gradient) for gradient in whole.values())
-        for uid, alone in groups_alone(batch):
+        # In rows of its own, no group computes its neighbours in a packed row.
+        for uid, alone in groups_alone(SeparatedBatch.of(batch, objective.loss.needs).batch):
             part = self.parts.setdefault(uid, Part(uid, rewards=self._rewards.get(uid, ())))
             part.text = part.text or self._text(alone)
             part.loss_tokens += alone.num_loss_tokens

@@ -58,14 +58,19 @@ def verify(
     with importing():
         from spurline_lineage.verify import verify as verified
 
-    steps, departures = verified(run_dir, step, start, overrides or [])
-    for departure in departures:
+    verdict = verified(run_dir, step, start, overrides or [])
+    for departure in verdict.departures:
         typer.echo(printable(f"step {departure.step}: {departure.part.replace('_', ' ')}: {departure.words}"))
-    if departures:
-        first = min(departures, key=lambda departure: departure.step)
-        typer.echo(f"Not equal, from step {first.step} on.")
+    if verdict.departures:
+        typer.echo(f"Not equal, from step {min(departure.step for departure in verdict.departures)} on.")
         raise typer.Exit(1)
-    typer.echo(f"Equal: steps {steps[0]} to {steps[-1]} were recomputed, and the record fits together.")
+    steps, recorded = verdict.steps, verdict.recorded
+    typer.echo(
+        f"Equal: steps {steps[0]} to {steps[-1]} were recomputed, and the record of steps {recorded[0]} to "
+        f"{recorded[-1]} fits together."
+    )
+    if verdict.num_weights < len(steps):
+        typer.echo(f"Weights were recorded, and compared, after {verdict.num_weights} of the {len(steps)} steps.")
 
 
 def blame(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,8 @@ from torch import Tensor
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
 from spurline.digests import digest_file
-
-if TYPE_CHECKING:
-    from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, LendsParameters
+from spurline_models.abilities import TrainsAdapters
 
 _WORDS = 1 << 16
 """Words of a block. The multipliers of one block serve all blocks."""
@@ -91,24 +90,33 @@ def content_hash(path: Path) -> str:
 
 def chain_hash(before: str, line: Mapping[str, Any]) -> str:
     """Return the hash of a step's line and of all lines before it, whose hash is `before`."""
-    return _hash_of(before, *(line.get(name) or "" for name in ("step", *PARTS)))
+    return _hash_of(before, *(line.get(name) or "" for name in ("step", *_CHAINED)))
 
 
-PARTS = ("weights_before", "rows", "rollouts", "weights_after")
-"""Hashes of a step, in the order in which a step needs and makes what they are of."""
+_CHAINED = ("weights_before", "rows", "rollouts", "weights_after")
+"""Hashes of a step that each backend can make, in the order in which a step needs and makes what they are of."""
+PARTS = (*_CHAINED, "critic_after")
+"""All hashes of a step. Only some backends lend a critic's weights, so the chain goes without them."""
 
 
-def weights_hash(backend: Backend, roles: Iterable[str]) -> str:
-    """Return the hash of the trained weights of these roles.
+def policy_hash(backend: Backend) -> str:
+    """Return the hash of the policy's weights: of its adapters if they are trained, else of the published weights.
 
-    These are the parameters that the optimizers change, in fp32 if they have fp32 master weights. If the backend does
-    not lend its parameters, they are the weights of the policy that the backend would publish.
+    If the backend lends fp32 master weights, they are hashed in place of published weights of the same name.
     """
-    lend = getattr(backend, "trained_parameters", None)
-    if lend is None:
-        named = iter(backend.named_weights())
-    else:
-        named = ((f"{role}/{name}", tensor) for role in roles for name, tensor in lend(role).items())
+    if isinstance(backend, TrainsAdapters) and backend.adapter_settings() is not None:
+        return weights_hash(backend.named_adapter_weights())
+    masters = backend.trained_parameters() if isinstance(backend, LendsParameters) else {}
+    return weights_hash((name, masters.get(name, tensor)) for name, tensor in backend.named_weights())
+
+
+def critic_hash(backend: Backend) -> str | None:
+    """Return the hash of the trained weights of the critic, or None if the backend does not lend them."""
+    return weights_hash(backend.trained_parameters("critic").items()) if isinstance(backend, LendsParameters) else None
+
+
+def weights_hash(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the hash of named tensors, which does not depend on their order."""
     return f"{sum(tensor_hash(name, tensor) for name, tensor in named) % 2**64:016x}"
 
 

@@ -21,7 +21,7 @@ from spurline.config.loading import LoadedConfig, load_config
 from spurline.config.section import OnResume, sections_within
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError, SpurlineError, listing
-from spurline.files import scratch_inside, write_errors
+from spurline.files import remove, scratch_inside, write_errors
 from spurline.plugins import hookimpl
 from spurline.run.checkpoints.checkpoint import BACKEND, MANIFEST, Checkpoint, CheckpointStore, Written, open_checkpoint
 from spurline.run.directory import RunDirectory, read_mapping
@@ -45,7 +45,7 @@ def checkpoint_at(run_dir: Path, step: str) -> Checkpoint:
     store = CheckpointStore(RunDirectory(run_dir).checkpoints)
     if not step.isdecimal():
         return store.chosen(step, "RUN@STEP")
-    found = {_step_of(path): path for path in store.paths()}
+    found = {step_of(path): path for path in store.paths()}
     if int(step) not in found:
         what = "A run from step 0 on is no fork: train the config with another run_dir. " if int(step) == 0 else ""
         raise CheckpointError(
@@ -57,11 +57,12 @@ def checkpoint_at(run_dir: Path, step: str) -> Checkpoint:
 
 def checkpoint_before(run_dir: Path, step: int) -> Checkpoint | None:
     """Return the last checkpoint before a step, or None if the step must be reached from the beginning."""
-    paths = [path for path in CheckpointStore(RunDirectory(run_dir).checkpoints).paths() if _step_of(path) < step]
+    paths = [path for path in CheckpointStore(RunDirectory(run_dir).checkpoints).paths() if step_of(path) < step]
     return open_checkpoint(paths[-1]) if paths else None
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -73,15 +74,16 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
     Args:
         run_dir: The parent.
         checkpoint: A checkpoint of the parent.
-        overrides: `key.path=value` strings. Each setting may change. What the state in the checkpoint does not fit is
-            refused when the fork is trained, with the words of a resume.
+        overrides: `key.path=value` strings that change any settings of the parent's next step. What the state in the
+            checkpoint does not fit is refused when the fork is trained, with the words of a resume.
         new_dir: The folder of the fork, new or empty.
 
     Raises:
         ConfigError: If a setting is invalid, or two settings contradict each other.
         RunDirectoryError: If the new folder has other content.
     """
-    loaded, parent = _load(checkpoint.config, overrides, new_dir), _load(checkpoint.config, (), new_dir)
+    settings = settings_at(run_dir, checkpoint.step + 1)
+    loaded, parent = _load(settings, overrides, new_dir), _load(settings, (), new_dir)
     # The record of a run has all defaults, some of which would be refused if a user had written them.
     known = _problems(parent)
     problems = [problem for problem in _problems(loaded) if problem not in known]
@@ -172,17 +174,22 @@ def trained_again(
         hooks: Further hook implementations for the run.
 
     Raises:
-        CheckpointError: If training cannot begin at step 1, since a setting was changed before `last_step`.
+        CheckpointError: If a setting was changed between the checkpoint and `last_step`, or does not fit the state.
         KeyboardInterrupt: If a signal stops the training.
     """
-    changes = read_mapping(RunDirectory(run_dir).summary).get("history", [])
-    if checkpoint is None and (earlier := [change for change in changes if change["step"] < last_step]):
-        raise CheckpointError(
-            f"{run_dir} has no checkpoint before step {last_step}, and a run from step 1 on would differ: "
-            f"{earlier[0]['key']} was changed after step {earlier[0]['step']}. Choose a later step."
-        )
+    after = 0 if checkpoint is None else checkpoint.step
+    for change in read_mapping(RunDirectory(run_dir).summary).get("history", []):
+        if after < change["step"] < last_step:
+            raise CheckpointError(
+                f"{run_dir}: {change['key']} was changed after step {change['step']}, so no single config trains steps "
+                f"{after + 1} to {last_step}. Choose a step up to {change['step']}, or a later checkpoint."
+            )
     settings = {**settings_at(run_dir, last_step), **_QUIET}
     settings["data"] = {**settings["data"], "eval": []}
+    for lock in (run_dir / "again").glob("scratch-*/run/run.lock"):
+        # The links of a killed process would keep the files of pruned checkpoints on the disk.
+        if not RunDirectory(lock.parent).is_in_use():
+            remove(lock.parents[1])
     with scratch_inside(run_dir / "again") as scratch:
         folder = scratch / "run"
         loaded = _load(settings, overrides, folder)
@@ -200,5 +207,5 @@ def trained_again(
 def settings_at(run_dir: Path, step: int) -> Mapping[str, Any]:
     """Return the settings with which a step was trained. A resume can change settings only at a checkpoint."""
     folder = RunDirectory(run_dir)
-    later = [path for path in CheckpointStore(folder.checkpoints).paths() if _step_of(path) >= step]
+    later = [path for path in CheckpointStore(folder.checkpoints).paths() if step_of(path) >= step]
     return read_mapping(later[0] / MANIFEST)["config"] if later else read_mapping(folder.config)

@@ -22,10 +22,11 @@ from spurline_lineage.fingerprints import (
     PARTS,
     chain_hash,
     content_hash,
+    critic_hash,
+    policy_hash,
     prompts_hash,
     rollouts_hash,
     rows_hash,
-    weights_hash,
 )
 
 LINEAGE_FILE = "lineage.jsonl"
@@ -40,14 +41,14 @@ class Recorder:
         self._path = run.directory.path / LINEAGE_FILE
         cut_back(self._path, run.state.step)
         self._every = run.config.section(LineageConfig).weights_every_steps
-        self._roles = ("policy", *(("critic",) if run.config.trained_critic is not None else ()))
+        self._has_critic = run.config.trained_critic is not None
         self._of_groups: dict[str, str] = {}
         self._chain = ""
         # The line of a step whose evaluation has failed is in the checkpoint, and is written after a resume.
         self._line: dict[str, Any] = {}
         run.keep_state("chain", self)
         # Hash the weights that were loaded. They may differ from those that the last line names.
-        self._weights = self._hashed_weights(run.state.step)
+        self._weights = policy_hash(run.backend) if self._is_due(run.state.step) else None
         run.loaded.host.attach(self, "lineage/recorder")
 
     def state_dict(self) -> dict[str, object]:
@@ -69,9 +70,11 @@ class Recorder:
         seconds = time.perf_counter() - started
         metrics = yield
         started = time.perf_counter()
-        before, self._weights = self._weights, self._hashed_weights(step)
+        before, self._weights = self._weights, policy_hash(self._run.backend) if self._is_due(step) else None
+        critic = critic_hash(self._run.backend) if self._has_critic and self._is_due(step) else None
         self._of_groups = {}
-        self._line = {"step": step, "weights_before": before, **hashes, "weights_after": self._weights}
+        after = {"weights_after": self._weights, "critic_after": critic}
+        self._line = {"step": step, "weights_before": before, **hashes, **after}
         return {**metrics, "time/lineage": seconds + time.perf_counter() - started}
 
     @hookimpl
@@ -86,9 +89,9 @@ class Recorder:
         with write_errors(self._path), open(self._path, "ab", opener=own_file) as file:
             file.write(text.encode())
 
-    def _hashed_weights(self, step: int) -> str | None:
-        """Return the hash of the weights after this step, or None if it is not due."""
-        return weights_hash(self._run.backend, self._roles) if step % self._every == 0 else None
+    def _is_due(self, step: int) -> bool:
+        """Return whether weights are hashed after this step."""
+        return step % self._every == 0
 
     def _files(self, step: int) -> dict[str, str]:
         """Return the hashes of the files and folders that the source has written for this step alone, by path."""

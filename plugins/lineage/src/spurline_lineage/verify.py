@@ -1,27 +1,27 @@
 """Recompute recorded steps of a run from the checkpoint before them, and compare all hashes.
 
-The record itself is checked first: each value of `chain`, that each step began with the weights that the step before
-had made, and the digests of kept files of rollouts.
+The record itself is checked first: each value of `chain`, also in checkpoints, that each start of a process began with
+the weights that the step before had made, and the digests of checkpoints and of kept files of rollouts.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from spurline.config.loading import load_config
-from spurline.errors import CheckpointError, DamagedCheckpointError, UserError
-from spurline.protocols.stateful import Stateful
-from spurline.run.build import build_data
-from spurline.run.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from spurline.digests import verify_files
+from spurline.errors import DamagedCheckpointError, OtherDataError, UserError
+from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore, open_checkpoint
+from spurline.run.checkpoints.hook_state import FOLDER
 from spurline.run.checkpoints.state_files import read_state
-from spurline.run.directory import check_run_directory
+from spurline.run.directory import RunDirectory, check_run_directory
 from spurline_lineage.fingerprints import PARTS, chain_hash, content_hash
-from spurline_lineage.fork import checkpoint_before, settings_at, trained_again
+from spurline_lineage.fork import checkpoint_before, settings_at, step_of, trained_again
 from spurline_lineage.recorder import LINEAGE_FILE, read_lineage
 
 Lines = Mapping[int, Mapping[str, Any]]
@@ -38,10 +38,25 @@ class Departure:
     words: str
 
 
-def verify(
-    run_dir: Path, step: int | None, start: str | None, overrides: Sequence[str]
-) -> tuple[range, list[Departure]]:
-    """Recompute steps of a run, and return the recomputed steps and the departures.
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a recomputation.
+
+    Attributes:
+        departures: All parts that are not what the record says.
+        steps: The recomputed steps.
+        recorded: The steps of the record.
+        num_weights: Number of the recomputed steps after which weights were recorded.
+    """
+
+    departures: list[Departure]
+    steps: range
+    recorded: range
+    num_weights: int
+
+
+def verify(run_dir: Path, step: int | None, start: str | None, overrides: Sequence[str]) -> Verdict:
+    """Recompute steps of a run, and compare them with its record. If a checkpoint is damaged, nothing is recomputed.
 
     Args:
         run_dir: The run.
@@ -51,22 +66,25 @@ def verify(
         overrides: Settings that differ from those of the run, such as a path on this machine.
 
     Raises:
-        UserError: If the run has no record of the step.
+        UserError: If the run has no record of the step, or the steps cannot be recomputed with these settings.
     """
     check_run_directory(run_dir)
+    # Read the lines last: the run may be training, and a checkpoint is written after the line of its step.
+    paths = CheckpointStore(RunDirectory(run_dir).checkpoints).paths()
     lines = read_lineage(run_dir)
     if not lines:
         raise UserError(f"{run_dir} has no {LINEAGE_FILE}. A run writes it with plugins: [lineage].")
-    last = max(lines) if step is None else step
+    last, recorded = max(lines) if step is None else step, range(min(lines), max(lines) + 1)
     if last not in lines:
         raise UserError(f"{run_dir / LINEAGE_FILE} has no step {last}. It has steps {min(lines)} to {max(lines)}.")
-    found = [*_departures_of_record(run_dir, lines)]
-    try:
-        checkpoint = _checkpoint(run_dir, last, start)
-    except DamagedCheckpointError as error:
-        return range(last, last), [*found, Departure(last, "checkpoint", str(error))]
+    found = [*_departures_of_record(run_dir, lines), *_departures_of_checkpoints(paths, lines)]
+    if any(departure.part == "checkpoint" for departure in found):
+        return Verdict(found, range(0), recorded, 0)
+    checkpoint = _checkpoint(run_dir, last, start)
     steps = range(1 if checkpoint is None else checkpoint.step + 1, last + 1)
-    return steps, found + _recomputed(run_dir, lines, checkpoint, steps, overrides)
+    found += _recomputed(run_dir, lines, checkpoint, steps, overrides)
+    num_weights = sum("weights_after" in lines.get(step, {}) for step in steps)
+    return Verdict(found, steps, recorded, num_weights)
 
 
 def _checkpoint(run_dir: Path, step: int, start: str | None) -> Checkpoint | None:
@@ -98,16 +116,40 @@ def _departures_of_record(run_dir: Path, lines: Lines) -> Iterator[Departure]:
                 yield Departure(step, name, "the content of the file has changed")
 
 
+def _departures_of_checkpoints(paths: Sequence[Path], lines: Lines) -> Iterator[Departure]:
+    """Yield damaged checkpoints, and those that have another chain than the record."""
+    for path in paths:
+        step = step_of(path)
+        try:
+            verify_files(path / BACKEND, open_checkpoint(path).unverified(BACKEND))
+        except DamagedCheckpointError as error:
+            yield Departure(step, "checkpoint", str(error))
+            continue
+        with suppress(FileNotFoundError):  # A checkpoint of a run without this plugin has no chain.
+            state: Mapping[str, Any] = read_state(path / FOLDER / "lineage" / "chain")
+            # If the step has an evaluation to repeat, its line is not yet in the chain.
+            done = step - 1 if state["line"] else step
+            following = lines.get(done + 1)
+            if done in lines:
+                fits = lines[done]["chain"] == state["chain"]
+            else:
+                fits = following is not None and following["chain"] == chain_hash(state["chain"], following)
+            if not fits:
+                yield Departure(step, "record", f"{LINEAGE_FILE} has another chain up to step {done} than {path}")
+
+
 def _recomputed(
     run_dir: Path, lines: Lines, checkpoint: Checkpoint | None, steps: range, overrides: Sequence[str]
 ) -> list[Departure]:
     """Return the departures of the first recomputed step that has any."""
+    plugins = dict.fromkeys([*settings_at(run_dir, steps[-1])["plugins"], "lineage"])
     try:
-        with trained_again(run_dir, checkpoint, steps[-1], overrides) as again:
+        with trained_again(run_dir, checkpoint, steps[-1], [f"plugins={json.dumps([*plugins])}", *overrides]) as again:
             made = read_lineage(again)
-    except CheckpointError as error:
-        part = "rows" if checkpoint is not None and _has_other_rows(run_dir, checkpoint, overrides) else "checkpoint"
-        return [Departure(steps[0], part, str(error))]
+    except OtherDataError as error:
+        return [Departure(steps[0], "rows", str(error))]
+    if not made:
+        raise UserError("--set plugins: the list has no lineage, so nothing was recorded. Add lineage.")
     for step in steps:
         then, now = lines.get(step, {}), made[step]
         parts = [part for part in PARTS if differ(then.get(part), now.get(part))]
@@ -119,17 +161,3 @@ def _recomputed(
 def differ(one: str | None, other: str | None) -> bool:
     """Return whether two hashes differ. A hash that was not computed differs from none."""
     return None not in (one, other) and one != other
-
-
-def _has_other_rows(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> bool:
-    """Return whether the source refuses its state in the checkpoint, since the data has changed."""
-    loaded = load_config(settings_at(run_dir, checkpoint.step + 1), overrides, recorded=True)
-    kept = checkpoint.path / "components" / "source" / loaded.config.source.name
-    with ExitStack() as stack:
-        source = build_data(loaded, stack).source
-        try:
-            if isinstance(source, Stateful):
-                source.load_state_dict(read_state(kept))
-        except CheckpointError:
-            return True
-    return False

@@ -42,7 +42,8 @@ class ExactSum:
 
     def __init__(self) -> None:
         self._sums: tuple[Tensor, Tensor] | None = None
-        self._largest: list[Tensor] = []
+        self._largest: Tensor | None = None
+        self._count = 0
 
     def add(self, values: Tensor) -> None:
         """Add a tensor. All tensors must have the same shape and device."""
@@ -52,7 +53,9 @@ class ExactSum:
             self._sums = zeros, zeros.clone()
         if not len(flat):
             return
-        self._largest.append(torch.stack(torch.aminmax(flat)).abs().amax())
+        largest = torch.stack(torch.aminmax(flat)).abs().amax()
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        self._count += 1
         chunk = _CHUNK[flat.device.type] * (torch.get_num_threads() if flat.device.type == "cpu" else 1)
         wide, multiple = flat.new_empty((2, min(chunk, len(flat))), dtype=torch.float64)
         for part, coarse, fine in zip(*(each.split(chunk) for each in (flat, *self._sums)), strict=True):
@@ -68,7 +71,7 @@ class ExactSum:
             RunFailedError: If the values are so large or so many that sums would not be exact.
         """
         assert self._sums is not None, "nothing was added"
-        count, largest = len(self._largest), float(torch.stack(self._largest).amax()) if self._largest else 0.0
+        count, largest = self._count, 0.0 if self._largest is None else float(self._largest)
         if count > _MOST_VALUES or (math.isfinite(largest) and count * largest >= _LARGEST_SUM):
             raise RunFailedError(
                 f"backend.sums: reproducible can add up to {_MOST_VALUES:,} gradients whose values are below "

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.digests import FileDigest, digest_file, verify_files
-from spurline.errors import CheckpointError, CheckpointWriteError, listing
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, listing
 from spurline.files import remove, sync_file, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
@@ -272,33 +272,30 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder.")
     manifest = _read_manifest(path)
-    files: dict[str, Any] = manifest["files"]
-    digests = {name: FileDigest(entry["bytes"], entry["xxh3"]) for name, entry in files.items()}
-    verify_files(path, digests, only_sizes={name for name, entry in files.items() if entry.get(_BY_WRITER)})
+    digests = {name: FileDigest(entry["bytes"], entry["xxh3"]) for name, entry in manifest["files"].items()}
+    verify_files(path, digests, only_sizes={name for name, entry in manifest["files"].items() if entry.get(_BY_WRITER)})
     return Checkpoint(path, manifest)
 
 
 def _file_entries(folder: Path, files: Sequence[Path], written: Written) -> dict[str, dict[str, Any]]:
     """Return the manifest's entries of all files, and force the files to disk."""
     entries: dict[str, dict[str, Any]] = {}
-    known = written.digests
     # Some libraries create files that only their owner can read. Use the permissions of the folder, since the umask
-    # cannot be read without changing it for other threads.
+    # cannot be read without changing it for other threads. Hard links belong to another checkpoint too.
     permissions = folder.stat().st_mode & 0o666
     for file in files:
-        file.chmod(permissions)
+        if file.stat().st_nlink == 1:
+            file.chmod(permissions)
         name = str(file.relative_to(folder))
-        digest = known.get(name) or digest_file(file, sync=True)
+        digest = written.digests.get(name) or digest_file(file, sync=True)
         if file.stat().st_size != digest.num_bytes:
             raise CheckpointWriteError(
                 f"{name} has {file.stat().st_size} bytes, and its writer says that it wrote {digest.num_bytes}."
             )
-        entries[name] = {
-            "bytes": digest.num_bytes,
-            "xxh3": digest.xxh3,
-            **({_BY_WRITER: True} if name in written.by_reader else {}),
-        }
-    unseen = sorted(known.keys() - entries.keys())
+        entries[name] = {"bytes": digest.num_bytes, "xxh3": digest.xxh3}
+        if name in written.by_reader:
+            entries[name][_BY_WRITER] = True
+    unseen = sorted(written.digests.keys() - entries.keys())
     if unseen:
         raise CheckpointWriteError(
             f"{len(unseen)} files that were written are missing, such as {unseen[0]}: processes on other machines "
@@ -313,7 +310,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a Spurline checkpoint: it has no {MANIFEST}.") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} is not valid JSON ({error}).") from error
+        raise DamagedCheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} is not valid JSON: {error}.") from error
     except OSError as error:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({error.strerror}).") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -325,9 +322,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     files: Any = manifest.get("files")
     if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
-        raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} has no step and config.")
+        raise DamagedCheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} has no step and config.")
     if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
-        raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} does not list files of this folder.")
+        raise DamagedCheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} does not list files of this folder.")
     return manifest
 
 

@@ -102,7 +102,7 @@ class LocalBackend:
         try:
             sums = self._accumulate(trained, batch, objective, role)
             norm = trained.gradient_norm()
-            # A step waits for the device only once, since loss, norm and all metrics are fetched together.
+            # With fast sums, a step waits for the device only once: loss, norm and all metrics are fetched together.
             part, (grad_norm,) = sums.fetch(norm)
             loss = part.loss / objective.normalizer
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -90,6 +90,9 @@ class TrainedModel:
         while self._exact_sums:
             name, exact = self._exact_sums.popitem()
             self.parameters[name].grad = exact.total().view_as(self.parameters[name])
+        for value in self.parameters.values() if self._is_exact else ():
+            # Ranks without loss run a dummy, which gives zeros. Optimizers then decay weights. They skip None.
+            value.grad = torch.zeros_like(value) if value.grad is None else value.grad
         found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
