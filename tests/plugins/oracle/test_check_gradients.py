@@ -182,6 +182,7 @@ def test_the_columns_of_rows_are_read_as_they_are_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_ranks_of_fsdp_record_one_dump(tmp_path: Path) -> None:
     loop = Path(__file__).parents[2] / "support" / "recorded_ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(loop)]

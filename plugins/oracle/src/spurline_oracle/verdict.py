@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from spurline.errors import DataError
 from spurline_oracle.comparison import ALLOWANCE, Departure, Noise, compare, norm, scale
 from spurline_oracle.dump import Dump
 from spurline_oracle.hypotheses import HYPOTHESES
@@ -74,6 +75,8 @@ def judge(dump: Dump, device: Literal["auto", "cpu", "cuda"] = "auto") -> Verdic
     reference = Reference(dump, device)
     noisy = Reference(dump, device, rounds=True)
     truth, gradients = reference.shown(reference.truth), reference.recorded
+    if norm(truth) == 0:
+        raise DataError("The true gradient of this batch is zero, so it shows nothing. Record another batch.")
     noise = Noise.measured(truth, reference.shown(noisy.truth), dump.facts["dtype"], dump.facts["tf32"])
     missing = sorted(truth.keys() - gradients.keys())
     found = compare(gradients, truth, noise), scale(gradients, truth), _first_layer(dump, reference, noisy)
