@@ -82,9 +82,10 @@ class GivenUpPrompts:
 def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
     """Return lines to append to a message: the first reasons that differ, and the number of further prompts."""
     # The texts of equal reasons differ in the place before them.
-    first = {prompt.reason.partition("): ")[2]: number for number, prompt in reversed([*enumerate(prompts)])}
-    shown = [prompts[number] for number in sorted(first.values())[:_SHOWN_REASONS]]
-    reasons = "".join(f"\n- {prompt.reason}" for prompt in shown)
+    texts = [prompt.reason for prompt in prompts]
+    first = {text.partition("): ")[2] or text: number for number, text in reversed([*enumerate(texts)])}
+    shown = [texts[number] for number in sorted(first.values())[:_SHOWN_REASONS]]
+    reasons = "".join(f"\n- {text}" for text in shown)
     more = f"\n- and {len(prompts) - len(shown)} more" if len(prompts) > len(shown) else ""
     return f"{reasons}{more}"
 
