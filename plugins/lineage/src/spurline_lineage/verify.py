@@ -128,12 +128,12 @@ def _departures_of_checkpoints(paths: Sequence[Path], lines: Lines) -> Iterator[
         with suppress(FileNotFoundError):  # A checkpoint of a run without this plugin has no chain.
             state: Mapping[str, Any] = read_state(path / FOLDER / "lineage" / "chain")
             # If the step has an evaluation to repeat, its line is not yet in the chain.
-            done = step - 1 if state["line"] else step
+            done, chain = step - 1 if state["line"] else step, str(state["chain"])
             following = lines.get(done + 1)
             if done in lines:
-                fits = lines[done]["chain"] == state["chain"]
+                fits = lines[done]["chain"] == chain
             else:
-                fits = following is not None and following["chain"] == chain_hash(state["chain"], following)
+                fits = following is not None and following["chain"] == chain_hash(chain, following)
             if not fits:
                 yield Departure(step, "record", f"{LINEAGE_FILE} has another chain up to step {done} than {path}")
 
