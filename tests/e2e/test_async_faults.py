@@ -100,14 +100,14 @@ class _HangsOnce(_FailsOnce):
     ("broken", "message"),
     [
         (_FailsOnce, r"weights of version 4 over in_process failed: OSError: the link is down"),
-        (_HangsOnce, r"version 4 over in_process did not end within 1 s"),
+        (_HangsOnce, r"version 4 over in_process did not end within 3 s"),
     ],
 )
 def test_nothing_is_trained_after_a_failed_publish_and_a_resume_goes_on_from_the_checkpoint(
     faulty_config: Config, monkeypatch: pytest.MonkeyPatch, broken: type, message: str
 ) -> None:
     faulty_config |= {"checkpoint": {"every_steps": 1}, "steps": 8}
-    faulty_config["source"]["weight_sync"] = {"name": "in_process", "bucket_mb": 1, "timeout_s": 1.0}
+    faulty_config["source"]["weight_sync"] = {"name": "in_process", "bucket_mb": 1, "timeout_s": 3.0}
     with monkeypatch.context() as patch:
         patch.setattr("spurline_async_rl.weights.buckets.InProcessSync", broken)
         with pytest.raises(RunFailedError, match=message):

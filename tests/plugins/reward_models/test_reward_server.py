@@ -113,7 +113,7 @@ def test_the_reply_of_a_judge_has_the_schema_and_the_scale_whatever_its_model_wo
         answers = [Answer("", response, None, {}) for response in written]
         scores = [judge.score(answer) for answer in answers]
         judge.close()
-        return scores, [answer.metrics["judge/cached"] for answer in answers]
+        return scores, [answer.metrics["cached"] for answer in answers]
 
     def check(url: str) -> None:
         of_server, cache = f"{url}/v1", str(tmp_path / "marks.sqlite")
