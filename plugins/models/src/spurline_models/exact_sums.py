@@ -53,7 +53,7 @@ class ExactSum:
             self._sums = zeros, zeros.clone()
         if not len(flat):
             return
-        largest = torch.stack(torch.aminmax(flat)).abs().amax()
+        largest = _largest(flat)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._count += 1
         chunk = _CHUNK[flat.device.type] * (torch.get_num_threads() if flat.device.type == "cpu" else 1)
@@ -91,9 +91,13 @@ def _multiple_of(unit: float, values: Tensor, out: Tensor) -> Tensor:
 
 def largest_of(tensors: Iterable[Tensor]) -> float:
     """Return the largest absolute value, which is infinite if a value is not finite."""
-    found = [torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in tensors if tensor.numel()]
+    found = [_largest(tensor) for tensor in tensors if tensor.numel()]
     largest = float(torch.stack(found).amax()) if found else 0.0
     return largest if math.isfinite(largest) else math.inf
+
+
+def _largest(values: Tensor) -> Tensor:
+    return torch.stack(torch.aminmax(values)).abs().amax()
 
 
 def sum_of_squares(tensors: Iterable[Tensor], largest: float) -> int:
