@@ -15,7 +15,7 @@ from spurline import load_config
 from spurline.config.document import read_document
 from spurline.config.loading import config_model
 from spurline.errors import ConfigError, PluginError
-from spurline.plugins.host import PluginHost, installed_commands
+from spurline.plugins.host import PluginHost, distribution_of, installed_commands
 from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import BackendConfig, BackendFacts
@@ -102,7 +102,9 @@ def test_what_the_plugins_of_this_project_have_is_as_the_table_says() -> None:
         assert installed.distribution == f"spurline-{plugin.replace('_', '-')}"
         found = {f"{entry.kind}/{entry.name}" for entry in host.registry.entries(plugin)} - known
         sections = {f"section/{name}" for name, section in host.registry.sections.items() if section.plugin == plugin}
-        own = {f"command/{command.name}" for command in commands if command.distribution == installed.distribution}
+        own = {
+            f"command/{each.name}" for each in commands if distribution_of(each)[0] == installed.distribution
+        }
         assert found | sections | own == set(table), plugin
         assert len(table) == len(set(table)), plugin
         known |= found

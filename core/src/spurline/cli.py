@@ -5,11 +5,13 @@ Commands import torch inside their functions, so that `--help` and config errors
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ import typer.core
 from spurline.cli_options import ConfigArgument, SetOption, load
 from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
 from spurline.importing import importing, own_process
-from spurline.plugins.host import PluginHost, installed_commands, installed_plugins
+from spurline.plugins.host import PluginHost, distribution_of, installed_commands, installed_plugins
 from spurline.plugins.official import DEFAULT_PLUGINS, install_command, plugin_with
 from spurline.terminal import printable
 
@@ -58,7 +60,7 @@ class CommandGroup(typer.core.TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands of core and of plugins, each with the first line of its docstring."""
         own = {name: self.get_command(ctx, name).get_short_help_str(_HELP_WIDTH) for name in super().list_commands(ctx)}
-        others = {name: entry.summary() for name, entry in sorted(installed_commands().items())}
+        others = {name: _summary(entry) for name, entry in sorted(installed_commands().items())}
         with formatter.section("Commands"):
             formatter.write_dl([*own.items(), *others.items()])
 
@@ -68,6 +70,16 @@ class CommandGroup(typer.core.TyperGroup):
         except KeyboardInterrupt as stop:
             # Without this, Typer would end the process without a message.
             raise InterruptedRunError(str(stop) or "Interrupted.") from stop
+
+
+def _summary(entry: EntryPoint) -> str:
+    """Return the first line of the docstring of a command or its module, or the error of importing it."""
+    try:
+        loaded = entry.load()
+    except Exception as error:  # noqa: BLE001 - help still lists all other commands
+        return f"(of {distribution_of(entry)[0]}, which cannot be imported: {error})"
+    text = inspect.getdoc(loaded) if inspect.isfunction(loaded) else sys.modules[entry.module].__doc__
+    return (text or "").partition("\n")[0] or f"of {distribution_of(entry)[0]}"
 
 
 class InterruptedRunError(SpurlineError):
@@ -185,7 +197,7 @@ def plugins(
 
 def _contents(host: PluginHost, name: str) -> Iterator[str]:
     plugin = host.plugins[name]
-    commands = [entry.name for entry in installed_commands().values() if entry.distribution == plugin.distribution]
+    commands = [each.name for each in installed_commands().values() if distribution_of(each)[0] == plugin.distribution]
     hooks = [hook for hook in plugin.hooks if hook != "register_components"]
     yield f"{name}  {plugin.version}  ({plugin.distribution})"
     provided: dict[str, list[str]] = {}

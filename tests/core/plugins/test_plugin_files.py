@@ -87,16 +87,9 @@ def test_another_process_loads_the_file_again_and_reads_its_pickles(bare: None, 
         ("1 / 0\n", r"ZeroDivisionError: division by zero \(\S*my_plugin\.py, line 15\)"),
         ("import no_such_module\n", r"No module named 'no_such_module' \(\S*my_plugin\.py, line 15\)"),
         ("1 +\n", r"SyntaxError: invalid syntax \(my_plugin\.py, line 15\)(?! \()"),
-        (
-            "from spurline.protocols.reward import Reward\n",
-            "2, spurline.protocols.reward is spurline_rl.protocols.reward",
-        ),
-        ("from spurline.data.batch import LazyRagged\n", "LazyRagged is spurline_collation_fast.lazy_ragged.Lazy"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line_and_the_place_of_names_that_moved(
-    bare: None, folder: Path, change: str, told: str
-) -> None:
+def test_what_is_wrong_with_a_file_is_said_with_its_line(bare: None, folder: Path, change: str, told: str) -> None:
     (folder / "my_plugin.py").write_text(CODE + change)
     with pytest.raises(PluginError, match=rf"(?s)run\.yaml:1: plugins: .*{told}"):
         load(folder)

@@ -31,8 +31,7 @@ FACTORY = f"{__name__}:Made"
 def registry() -> Registry:
     """Core offers the collators `padded` and `packed`, the latter by default."""
     filled = Registry()
-    for kind in KINDS.values():
-        filled.insert_kind(kind)
+    filled.kinds |= KINDS
     core = ComponentRegistrar(filled, CORE, "spurline")
     core.add(of_kind(Config, "collator"), FACTORY, name="padded")
     core.add(of_kind(Config, "collator"), FACTORY, name="packed", default=True)

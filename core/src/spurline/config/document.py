@@ -37,11 +37,6 @@ class Document:
     lines: dict[str, int] = field(default_factory=dict[str, int])
     overridden: dict[str, str] = field(default_factory=dict[str, str])
 
-    def forget_lines(self, key: str) -> None:
-        """Drop the line numbers of `key` and everything under it, after an override has replaced the value."""
-        for path in [path for path in self.lines if path == key or path.startswith(f"{key}.")]:
-            del self.lines[path]
-
     def override_of(self, key: str) -> str | None:
         """Return the `--set` text that gave the value at this key path or created the mapping there, or None."""
         if key and key not in self.lines:
@@ -153,7 +148,8 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
             _put(node, part, child, override)
             node = child
         _put(node, path[-1], value, override)
-        document.forget_lines(key)
+        # The lines of the file have the value that was replaced.
+        document.lines = {at: line for at, line in document.lines.items() if not f"{at}.".startswith(f"{key}.")}
         document.overridden[key] = override
 
 

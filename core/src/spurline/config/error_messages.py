@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
@@ -21,56 +22,46 @@ _CHARACTERS_TOLD = 300
 """Maximum number of characters of a value that a message shows."""
 
 
-def explain(
-    error: ValidationError,
-    model: type[BaseModel],
-    registry: Registry,
-    unlisted: Mapping[str, Collection[str]],
-    sources: Mapping[str, type[BaseModel]],
-) -> list[Problem]:
-    """Return one Problem for each key path. If a value may have several types, its message joins the errors of all.
+@dataclass(frozen=True)
+class Explainer:
+    """Explains the errors of one config.
 
-    `model` is the config model that raised the error. `unlisted` has the installed plugins that are not enabled, each
-    with the components that it declares in its metadata. `sources` are the sources of the file by their key paths.
+    Attributes:
+        model: The config model that raised the error.
+        registry: The components of the enabled plugins.
+        unlisted: The installed plugins that are not enabled, each with the components that its metadata declares.
+        sources: The sources of the file by their key paths.
     """
-    messages: dict[str, list[str]] = {}
-    all_details = error.errors(include_url=False)
-    # Explain only the first problems, since the search for the nearest name takes milliseconds for each.
-    told = all_details[:_PROBLEMS_TOLD]
-    explained = _Explainer(model, registry, unlisted, sources)
-    for details in told:
-        place = details["loc"]
-        # If the only item of a list is invalid, pydantic also calls the list too short. Report only the item's error.
-        inner = [each for each in told if each["loc"][: len(place)] == place]
-        if details["type"] == "too_short" and len(inner) > 1:
-            continue
-        path, owner = _locate(model, details["loc"])
-        message = explained.message(details, path, owner)
-        known = messages.setdefault(".".join(path), [])
-        if message not in known:
-            known.append(message)
-    problems = [Problem(key, " Or: ".join(alternatives)) for key, alternatives in messages.items()]
-    if len(all_details) > len(told):
-        problems.append(Problem("", f"has {len(all_details) - len(told)} more problems, which are not listed here."))
-    return problems
 
+    model: type[BaseModel]
+    registry: Registry
+    unlisted: Mapping[str, Collection[str]]
+    sources: Mapping[str, type[BaseModel]]
 
-class _Explainer:
-    """Writes the messages for the errors of one config."""
+    def problems(self, error: ValidationError) -> list[Problem]:
+        """Return one Problem for each key path. If a value may have several types, its message joins all errors."""
+        messages: dict[str, list[str]] = {}
+        all_details = error.errors(include_url=False)
+        # Explain only the first problems, since the search for the nearest name takes milliseconds for each.
+        told = all_details[:_PROBLEMS_TOLD]
+        for details in told:
+            place = details["loc"]
+            # If the only item of a list is invalid, pydantic also calls the list too short. Report only the item's
+            # error.
+            inner = [each for each in told if each["loc"][: len(place)] == place]
+            if details["type"] == "too_short" and len(inner) > 1:
+                continue
+            path, owner = _locate(self.model, place)
+            message = self._message(details, path, owner)
+            known = messages.setdefault(".".join(path), [])
+            if message not in known:
+                known.append(message)
+        problems = [Problem(key, " Or: ".join(alternatives)) for key, alternatives in messages.items()]
+        if rest := len(all_details) - len(told):
+            problems.append(Problem("", f"has {rest} more problems, which are not listed here."))
+        return problems
 
-    def __init__(
-        self,
-        model: type[BaseModel],
-        registry: Registry,
-        unlisted: Mapping[str, Collection[str]],
-        sources: Mapping[str, type[BaseModel]],
-    ) -> None:
-        self._model = model
-        self._registry = registry
-        self._unlisted = unlisted
-        self._sources = sources
-
-    def message(self, details: ErrorDetails, path: list[str], owner: type[BaseModel] | None) -> str:
+    def _message(self, details: ErrorDetails, path: list[str], owner: type[BaseModel] | None) -> str:
         """Return what is wrong with the value at a key path. `owner` is the section that contains the last key."""
         kind, value = details["type"], details["input"]
         if kind == "extra_forbidden" and owner is not None:
@@ -117,24 +108,24 @@ class _Explainer:
     def _plugin_of_section(self, path: list[str]) -> str:
         """Return how to enable the plugin that has this section, or an empty string if no known plugin has it."""
         key = ".".join(path)
-        plugin = key if key in self._unlisted else self._plugin_with("section", key)
+        plugin = key if key in self.unlisted else self._plugin_with("section", key)
         if plugin is None:
             return ""
-        how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
+        how = how_to_enable(plugin, is_installed=plugin in self.unlisted)
         return f"is a section of the plugin '{plugin}', which is not enabled: {how}."
 
     def _found_elsewhere(self, path: list[str], owner: type[BaseModel]) -> str:
         """Return where a setting of this name exists: in components of the same kind, else in other sections."""
         key = path[-1]
         kind = owner.kind if issubclass(owner, ComponentConfig) else ""
-        registry = self._registry
-        wrapped = [place for place, config in self._sources.items() if key in config.model_fields]
+        registry = self.registry
+        wrapped = [place for place, config in self.sources.items() if key in config.model_fields]
         if kind == SourceConfig.kind and wrapped:
             return f" It exists as {wrapped[0]}.{key}."
         having = [name for name in registry.names(kind) if key in registry.get(kind, name).config.model_fields]
         if having:
             return f" It is a setting of {' and '.join(having)}: set `name: {having[0]}`."
-        found = [place for place in _places(lambda name, _: name == key, self._model) if place != ".".join(path)]
+        found = [place for place in _places(lambda name, _: name == key, self.model) if place != ".".join(path)]
         # The user most likely meant one of the settings with the shortest paths.
         depth = min((place.count(".") for place in found), default=0)
         homes = [place for place in found if place.count(".") == depth]
@@ -143,29 +134,29 @@ class _Explainer:
     def _in_source(self, place: str) -> str:
         """Return the key path of a setting, in the source that a source of the file wraps if only that one has it."""
         head, _, rest = place.partition(".")
-        having = [path for path, config in self._sources.items() if rest.partition(".")[0] in config.model_fields]
+        having = [path for path, config in self.sources.items() if rest.partition(".")[0] in config.model_fields]
         return f"{having[0]}.{rest}" if head == "source" and having else place
 
     def _missing_component(self, path: list[str]) -> str:
         """Return which plugin has a required component, or an empty string for any other setting."""
         field = RunConfig.model_fields.get(path[0]) if len(path) == 1 else None
         mark = next((item for item in field.metadata if isinstance(item, Component)), None) if field else None
-        if mark is None or self._registry.default(mark.kind) is not None:
+        if mark is None or self.registry.default(mark.kind) is not None:
             return ""
-        names = self._registry.names(mark.kind)
+        names = self.registry.names(mark.kind)
         others = f" Others: {listing(names)}." if names else ""
         return f"is required, and {self._no_plugin_has(mark.kind, 'default ' if names else '')}{others}"
 
     def _no_plugin_has(self, kind: str, which: str = "") -> str:
         plugin, wanted = plugin_of_kind(kind), _with_article(f"{which}{kind}")
-        if plugin is None or any(self._registry.entries(plugin)):
+        if plugin is None or any(self.registry.entries(plugin)):
             return f"no enabled plugin has {wanted}."
-        how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
+        how = how_to_enable(plugin, is_installed=plugin in self.unlisted)
         return f"no enabled plugin has {wanted}. The plugin '{plugin}' has {'one' if which else 'some'}: {how}."
 
     def _plugin_with(self, kind: str, name: str) -> str | None:
         """Return the plugin that has this component or section, though it is not enabled, or None if it is unknown."""
-        declaring = (plugin for plugin, components in self._unlisted.items() if f"{kind}/{name}" in components)
+        declaring = (plugin for plugin, components in self.unlisted.items() if f"{kind}/{name}" in components)
         return next(declaring, None) or plugin_with(kind, name)
 
     def _unknown_component(self, details: ErrorDetails) -> str:
@@ -174,7 +165,7 @@ class _Explainer:
         value: object = details["input"]
         given: Mapping[str, Any] = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
         name: Any = given.get("name")
-        names = self._registry.names(kind)
+        names = self.registry.names(kind)
         plugin = self._plugin_with(kind, name) if isinstance(name, str) else None
         if not names and plugin is None:
             return f"is given, but {self._no_plugin_has(kind)}"
@@ -185,20 +176,20 @@ class _Explainer:
         if name in names:
             return f"is '{name}', which cannot contain itself. Choose another {kind}: {listing(others)}."
         if plugin is not None:
-            how = how_to_enable(plugin, is_installed=plugin in self._unlisted)
+            how = how_to_enable(plugin, is_installed=plugin in self.unlisted)
             without = f" Available without it: {listing(names)}." if names else ""
             return f"is '{name}', which the plugin '{plugin}' has: {how}.{without}"
-        others_of_name = [entry.config for entry in self._registry.entries() if entry.name == name]
+        others_of_name = [entry.config for entry in self.registry.entries() if entry.name == name]
         hint = "".join(self._of_another_kind(name, config) for config in others_of_name)
-        hint = hint or suggestion(name, self._registry.all_names(kind), SAME_NAME)
+        hint = hint or suggestion(name, self.registry.all_names(kind), SAME_NAME)
         # Plugins that are not listed are not imported, so one of them may have this component.
-        strangers = sorted(set(self._unlisted) - OFFICIAL.keys())
+        strangers = sorted(set(self.unlisted) - OFFICIAL.keys())
         further = f" Installed, but not listed under plugins: {listing(strangers)}." if strangers else ""
         return f"is '{name}', but no {kind} has that name.{hint} Available: {listing(names)}.{further}"
 
     def _of_another_kind(self, name: str, config: type[ComponentConfig]) -> str:
         """Return where a component of another kind belongs, and which settings go with it."""
-        places = _places(lambda _, members: config.kind in [getattr(each, "kind", "") for each in members], self._model)
+        places = _places(lambda _, members: config.kind in [getattr(each, "kind", "") for each in members], self.model)
         place = min(places, key=lambda place: place.count("."), default="")
         setting = f": set {self._in_source(place)}: {name}" if place else ""
         beside = f", and {config.goes_with}" if config.goes_with else ""

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from spurline.config.assembly import assemble
 from spurline.config.document import Document, apply_overrides, plain, read_document
-from spurline.config.error_messages import explain
+from spurline.config.error_messages import Explainer
 from spurline.config.hidden import hide_secrets
 from spurline.config.objects import KeepsObjects
 from spurline.config.paths import ConfigPlace, expanded
@@ -118,7 +118,7 @@ def load_config(
         known = installed_plugins() if available is None else available
         declared = declared_components()
         unlisted = {name: declared.get(name, ()) for name in sorted(set(known) - set(host.plugins))}
-        raise _config_error(explain(error, model, host.registry, unlisted, sources), document) from None
+        raise _config_error(Explainer(model, host.registry, unlisted, sources).problems(error), document) from None
     return LoadedConfig(config, host, document.origin, file, tuple(overrides))
 
 

@@ -15,7 +15,8 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -28,13 +29,13 @@ from spurline.errors import PluginError, SpurlineError, listing, nearest, sugges
 from spurline.importing import module_of_file
 from spurline.plugins import hookspecs
 from spurline.plugins.calls import TRAIN_STEP, HookCalls, place_of
-from spurline.plugins.changes import changes_since, where_now
+from spurline.plugins.changes import changes_since
 from spurline.plugins.official import DEFAULT_PLUGINS, OFFICIAL, install_command, plugin_with
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
 API_VERSION = 2
-"""Version of the plugin interface. A plugin states the version that it was written for. `changes.toml` lists what each
-version has changed."""
+"""Version of the plugin interface. A plugin states the version that it was written for. `CHANGED` of
+`spurline.plugins.changes` lists what each version has changed."""
 
 ENTRY_POINT_GROUP = "spurline.plugins"
 COMPONENT_GROUP = "spurline.components"
@@ -101,11 +102,8 @@ def installed_plugins() -> dict[str, InstalledPlugin]:
 
     Raises PluginError if two distributions install a plugin under the same name.
     """
-    found: dict[str, InstalledPlugin] = {}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        plugin = InstalledPlugin(entry.name, entry.value, *_distribution_of(entry))
-        _refuse_rival(f"plugin '{entry.name}'", found.setdefault(entry.name, plugin).distribution, plugin)
-    return found
+    entries = _by_name(ENTRY_POINT_GROUP, "plugin")
+    return {name: InstalledPlugin(name, entry.value, *distribution_of(entry)) for name, entry in entries.items()}
 
 
 def declared_components() -> dict[str, list[str]]:
@@ -335,7 +333,7 @@ def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
     except Exception as error:
         place = place_of(error)
         at = "" if isinstance(error, SyntaxError) or place.startswith(__file__) else f" ({place})"
-        told = f"{type(error).__name__}: {error}{at}{where_now(error)}{_do_without(installed.name)}"
+        told = f"{type(error).__name__}: {error}{at}{_do_without(installed.name)}"
         raise PluginError(f"{where} cannot be imported: {told}") from error
     declaration = getattr(module, "PLUGIN", Plugin(module.__name__, API_VERSION) if from_file else None)
     if not isinstance(declaration, Plugin):
@@ -372,47 +370,30 @@ def _module_of_file(plugin: InstalledPlugin) -> ModuleType:
     return module
 
 
-@dataclass
-class CommandEntry:
-    """A subcommand that an installed plugin adds to `spurline`."""
-
-    name: str
-    distribution: str
-    module: str
-    load: Any = field(repr=False)
-
-    def summary(self) -> str:
-        """Return the first line of the docstring of the command or its module, or the error of importing it."""
-        try:
-            loaded = self.load()
-        except Exception as error:  # noqa: BLE001 - help still lists all other commands
-            return f"(of {self.distribution}, which cannot be imported: {error})"
-        text = inspect.getdoc(loaded) if inspect.isfunction(loaded) else sys.modules[self.module].__doc__
-        return (text or "").partition("\n")[0] or f"of {self.distribution}"
-
-
-def installed_commands() -> dict[str, CommandEntry]:
-    """Return the subcommands of installed plugins, by name, from package metadata.
+def installed_commands() -> dict[str, EntryPoint]:
+    """Return the subcommands that installed plugins add to `spurline`, by name.
 
     Raises PluginError if two distributions install a subcommand under the same name.
     """
-    found: dict[str, CommandEntry] = {}
-    for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
-        command = CommandEntry(entry.name, _distribution_of(entry)[0], entry.module, entry.load)
-        _refuse_rival(f"subcommand '{entry.name}'", found.setdefault(entry.name, command).distribution, command)
+    return _by_name(COMMAND_GROUP, "subcommand")
+
+
+def _by_name(group: str, what: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group. Raises PluginError if two distributions have one of the same name."""
+    found: dict[str, EntryPoint] = {}
+    for entry in importlib.metadata.entry_points(group=group):
+        first, second = distribution_of(found.setdefault(entry.name, entry))[0], distribution_of(entry)[0]
+        if first != second:
+            raise PluginError(
+                f"Two installed distributions provide the {what} '{entry.name}': {first} and {second}. Uninstall one: "
+                f"pip uninstall {second}."
+            )
     return found
 
 
-def _distribution_of(entry: importlib.metadata.EntryPoint) -> tuple[str, str]:
+def distribution_of(entry: EntryPoint) -> tuple[str, str]:
+    """Return name and version of the distribution that installs an entry point."""
     return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("(unknown distribution)", "?")
-
-
-def _refuse_rival(what: str, first: str, second: InstalledPlugin | CommandEntry) -> None:
-    if first != second.distribution:
-        raise PluginError(
-            f"Two installed distributions provide the {what}: {first} and {second.distribution}. Uninstall one: "
-            f"pip uninstall {second.distribution}."
-        )
 
 
 def hooks_of(module: ModuleType) -> dict[str, Callable[..., Any]]:

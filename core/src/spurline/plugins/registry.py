@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import SAME_NAME, PluginError, SpurlineError, listing, suggestion
-from spurline.plugins.changes import where_now
 from spurline.plugins.official import DEFAULT_PLUGINS
 
 CORE = "core"
@@ -86,15 +85,6 @@ class Registry:
         self._entries: dict[tuple[str, str], Registration] = {}
         self._builtin_defaults: dict[str, str] = {}
         self._plugin_defaults: dict[str, Registration] = {}
-
-    def insert_kind(self, kind: Kind) -> None:
-        """Add a kind. Raises PluginError if another plugin has a kind of that name."""
-        present = self.kinds.setdefault(kind.name, kind)
-        if present is not kind:
-            raise PluginError(
-                f"Two plugins claim the kind '{kind.name}': {present.distribution} (plugin '{present.plugin}') and "
-                f"{kind.distribution} (plugin '{kind.plugin}'). Enable one of them."
-            )
 
     def insert(self, entry: Registration) -> None:
         """Add one component. Raises PluginError for an unknown kind, a config class of another kind or a taken name."""
@@ -222,7 +212,13 @@ class ComponentRegistrar:
             raise PluginError(f'{call} names no kind. Give {config.__name__} one: `kind: ClassVar[str] = "mine"`.')
         if protocol.count(":") != 1:
             raise PluginError(f"{call} is malformed. Write the protocol as 'module:Class'.")
-        self._registry.insert_kind(Kind(config.kind, config, protocol, self._plugin, self._distribution))
+        kind = Kind(config.kind, config, protocol, self._plugin, self._distribution)
+        present = self._registry.kinds.setdefault(kind.name, kind)
+        if present is not kind:
+            raise PluginError(
+                f"Two plugins claim the kind '{kind.name}': {present.distribution} (plugin '{present.plugin}') and "
+                f"{kind.distribution} (plugin '{kind.plugin}'). Enable one of them."
+            )
 
     def add_section(self, name: str, annotation: Any, *, optional: bool = False, held: str | None = None) -> None:
         """Add a top-level section to the config. `run.config.section(ClusterConfig)` reads it.
@@ -345,8 +341,8 @@ def resolve(reference: str, what: str) -> Callable[..., Any]:
     except SpurlineError:
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {error}.{where_now(error)}"
-        raise PluginError(f"The {what} cannot be imported from '{reference}': {told}") from error
+        told = f"{type(error).__name__}: {error}"
+        raise PluginError(f"The {what} cannot be imported from '{reference}': {told}.") from error
     if not hasattr(module, attribute):
         raise PluginError(f"The {what} names '{reference}', but {module_name} has no '{attribute}'.")
     return getattr(module, attribute)

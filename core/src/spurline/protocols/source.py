@@ -26,29 +26,6 @@ if TYPE_CHECKING:
     from spurline.protocols.tokenization import DatasetToTokenize
 
 
-class SamplingSettings(Protocol):
-    """The settings with which responses are sampled.
-
-    Attributes:
-        temperature: Divisor of the logits; 0 is greedy.
-        top_p: Draw from the likeliest tokens that together have this probability; 1 keeps all tokens.
-        top_k: Draw from this many of the likeliest tokens; 0 keeps all tokens.
-        max_new_tokens: Largest number of tokens in the response of one turn.
-        stop: Texts that end a response, besides the model's own end tokens.
-    """
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def stop(self) -> tuple[str, ...]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
     """Facts about a source that the rest of a run may ask for."""
@@ -75,8 +52,8 @@ class SourceFacts:
     """Names of the reward terms of every attempt, or None if they are not known beforehand."""
     context_tokens: int | None = None
     """Tokens of prompt and response together that the settings of the engine allow, or None without a limit."""
-    sampling: SamplingSettings | None = None
-    """How responses are sampled, or None if nothing is generated."""
+    sampling: Any = None
+    """How responses are sampled, as a `SamplingConfig` of `spurline_rl.configs`, or None if nothing is generated."""
     sampling_temperature: float = 1.0
     """Temperature at which the tokens of the batches were sampled, or 1 if they were not sampled."""
     roles: Collection[str] = ()

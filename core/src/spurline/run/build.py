@@ -148,6 +148,17 @@ def prepare(
     return Prepared(trackers, data, notes)
 
 
+_REMARKS = {
+    "kernels": "fused kernels compute {}",
+    "attention": "attention is computed by {}",
+    "pads": "attention is computed on padded rows, which takes longer, since {}",
+    "reads": "this model reads {}, with padding, since packed rows would mix sequences (docs/models.md)",
+    "draws": "this model's config asks for dropout ({}), so gradients depend on how a batch is cut. Set these to 0 "
+    "under model.config_overrides to train without dropout",
+}
+"""What a run says at its start about a fact of its backend."""
+
+
 def build_components(
     loaded: LoadedConfig, prepared: Prepared, stack: ExitStack, progress: Progress = silent, done: Done = Done()
 ) -> Components:
@@ -169,20 +180,9 @@ def build_components(
     facts = backend.facts()
     if "parameters" in facts:
         progress(f"{quantity(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
-    if "kernels" in facts:
-        progress(f"fused kernels compute {facts['kernels']}")
-    if "attention" in facts:
-        progress(f"attention is computed by {facts['attention']}")
-    if "pads" in facts:
-        progress(f"attention is computed on padded rows, which takes longer, since {facts['pads']}")
-    if "reads" in facts:
-        why = "since packed rows would mix sequences (docs/models.md)"
-        progress(f"this model reads {facts['reads']}, with padding, {why}")
-    if "draws" in facts:
-        progress(
-            f"this model's config asks for dropout ({facts['draws']}), so gradients depend on how a batch is cut. "
-            "Set these to 0 under model.config_overrides to train without dropout"
-        )
+    for name, text in _REMARKS.items():
+        if name in facts:
+            progress(text.format(facts[name]))
     notes = (note for subject in ("data", "steps", "backend") for note in prepared.notes[subject])
     return Components(data, backend, trackers, tuple(notes))
 
