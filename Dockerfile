@@ -32,7 +32,7 @@ COPY core core
 COPY plugins plugins
 RUN pip install -c constraints.txt ./core ./plugins/text './plugins/models[lora]' ./plugins/preference './plugins/rl[math]' \
       ./plugins/concurrency ./plugins/ranks ./plugins/insight ./plugins/planning './plugins/trackers[tensorboard]' ./plugins/collation_fast \
-      ./plugins/async_rl ./plugins/environments ./plugins/agents ./plugins/fsdp_backend ./plugins/megatron_backend \
+      ./plugins/async_rl ./plugins/simulation ./plugins/environments ./plugins/agents ./plugins/fsdp_backend ./plugins/megatron_backend \
       ./plugins/distillation ./plugins/reward_models ./plugins/objectives ./plugins/evals ./plugins/curricula ./plugins/oracle ./plugins/lineage
 RUN if [ "$VARIANT" = cuda ]; then pip install -c constraints.txt -c constraints-gpu.txt liger-kernel; fi
 

@@ -25,8 +25,8 @@ from statistics import fmean
 from timing import Gate, gates_as_json, print_gates
 
 from spurline_async_rl.scheduling.depth import Depth
-from spurline_async_rl.simulation.prediction import figures_of, steady_run
-from spurline_async_rl.simulation.workload import Knobs, Times, Workload
+from spurline_simulation.prediction import figures_of, steady_run
+from spurline_simulation.workload import Knobs, Times, Workload
 
 B = 32
 _SLOW = range(80 * B, 160 * B)

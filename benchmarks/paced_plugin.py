@@ -22,9 +22,9 @@ from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import Backend
-from spurline_async_rl.simulation.workload import Times
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig, TakesWeights
+from spurline_simulation.workload import Times
 
 PLUGIN = Plugin("paced", api=API_VERSION)
 INSTALLED = InstalledPlugin("paced", __name__, "benchmarks", "0")

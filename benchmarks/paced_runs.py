@@ -24,9 +24,9 @@ from spurline.plugins.host import installed_plugins
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_data
 from spurline_async_rl.scheduling.depth import Depth
-from spurline_async_rl.simulation.prediction import predictor
-from spurline_async_rl.simulation.workload import Knobs, Times, Workload, measured_workload
 from spurline_async_rl.timeline.records import TIMELINE_FILE, read_timeline
+from spurline_simulation.prediction import predictor
+from spurline_simulation.workload import Knobs, Times, Workload, measured_workload
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "models" / "tiny-qwen3"

@@ -102,9 +102,7 @@ def test_what_the_plugins_of_this_project_have_is_as_the_table_says() -> None:
         assert installed.distribution == f"spurline-{plugin.replace('_', '-')}"
         found = {f"{entry.kind}/{entry.name}" for entry in host.registry.entries(plugin)} - known
         sections = {f"section/{name}" for name, section in host.registry.sections.items() if section.plugin == plugin}
-        own = {
-            f"command/{each.name}" for each in commands if distribution_of(each)[0] == installed.distribution
-        }
+        own = {f"command/{each.name}" for each in commands if distribution_of(each)[0] == installed.distribution}
         assert found | sections | own == set(table), plugin
         assert len(table) == len(set(table)), plugin
         known |= found

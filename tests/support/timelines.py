@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spurline_async_rl.simulation.model import Model
-from spurline_async_rl.simulation.workload import Knobs, Times, Workload
 from spurline_async_rl.timeline.records import encode_record
+from spurline_simulation.model import Model
+from spurline_simulation.workload import Knobs, Times, Workload
 
 
 def leave_timeline(path: Path, *, num_steps: int = 12, max_running: int = 6) -> None:

@@ -47,7 +47,8 @@ _TABLE = {
     "async_rl": """
         source/async_rollouts source/recorded_rollouts rollout_engine/child_process rollout_engine/vllm
         weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective weight_sync/cuda_ipc
-        weight_sync/vllm_native report_panel/rollout_timeline command/simulate""",
+        weight_sync/vllm_native report_panel/rollout_timeline""",
+    "simulation": "command/simulate",
     "environments": """
         environment/tools environment/by_row environment/gymnasium environment/openenv advantage/by_environment
         report_panel/environments tool_format/auto tool_format/vllm tool_format/hermes tool_format/qwen3_coder

@@ -17,9 +17,9 @@ from schedule_driver import assert_nothing_lost, counts_of, limits, outcomes
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
-from spurline_async_rl.simulation.model import Model
-from spurline_async_rl.simulation.prediction import figures_of, trained_work
-from spurline_async_rl.simulation.workload import Fate, Times, Workload
+from spurline_simulation.model import Model
+from spurline_simulation.prediction import figures_of, trained_work
+from spurline_simulation.workload import Fate, Times, Workload
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from timelines import leave_timeline
 
 from spurline.cli import main
 from spurline.errors import RunFailedError
-from spurline_async_rl.simulation.prediction import compare, figures_of, predictor, recommended, search, steady_run
-from spurline_async_rl.simulation.workload import Knobs, Times, Workload, measured_workload
 from spurline_async_rl.timeline.records import encode_record
+from spurline_simulation.prediction import compare, figures_of, predictor, recommended, search, steady_run
+from spurline_simulation.workload import Knobs, Times, Workload, measured_workload
 
 SOURCE: dict[str, Any] = {
     "name": "async_rollouts",

@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
-    from spurline_async_rl.simulation.prediction import Comparison, Prediction
+    from spurline_simulation.prediction import Comparison, Prediction
 
 _GROUPS_SIMULATED = 1500
 _FEWEST_STEPS, _MOST_STEPS = 12, 60
@@ -77,8 +77,8 @@ def _compare(loaded: LoadedConfig, from_run: Path | None, steps: int | None, **g
     from rich.console import Console
 
     from spurline.errors import UserError
-    from spurline_async_rl.simulation.prediction import compare
-    from spurline_async_rl.simulation.workload import Knobs, measured_workload, workload_of
+    from spurline_simulation.prediction import compare
+    from spurline_simulation.workload import Knobs, measured_workload, workload_of
 
     source: Any = loaded.config.source
     if not hasattr(source, "max_staleness"):

@@ -14,8 +14,8 @@ from typing import Literal, Self
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
-from spurline_async_rl.simulation.workload import Fate, Workload
 from spurline_async_rl.timeline.records import STATE_NAMES, GroupSpan, Span, SpanKind, StepRecord, Taken
+from spurline_simulation.workload import Fate, Workload
 
 _STATES = {name: state for state, name in STATE_NAMES.items()}
 _Phase = Literal["wait", "train", "transfer", "pause"]

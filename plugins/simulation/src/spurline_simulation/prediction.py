@@ -12,9 +12,9 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from spurline_async_rl.simulation.model import Model
-from spurline_async_rl.simulation.workload import Knobs, Workload
 from spurline_async_rl.timeline.records import staleness_of, trained_steps
+from spurline_simulation.model import Model
+from spurline_simulation.workload import Knobs, Workload
 
 _GOOD_ENOUGH = 0.97
 """A smaller max_staleness is recommended if it reaches this share of the best throughput."""
