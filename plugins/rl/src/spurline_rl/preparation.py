@@ -193,11 +193,7 @@ class Preparation:
             return list(groups)
         laid_out = self._lay_out(scored)
         columns = self.turn_columns(laid_out.without_padding_rows(), scored)
-        padded = laid_out.pad_rows(self._layout.data)
-        # Rewards are also needed for response tokens without loss.
-        weights = torch.zeros_like(padded.tokens["loss_weights"])
-        weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
-        weighed = padded.with_tokens(loss_weights=weights)
+        weighed = _weigh_all(laid_out.pad_rows(self._layout.data), columns)
         roles = environment.model_rewards
         found = {term: columns.split(backend.logprobs(weighed, role)) for term, role in roles.items()}
         laid_out.release()
@@ -262,10 +258,7 @@ class Preparation:
             else:
                 found[name] = backend.logprobs(padded, role, temperature=temperature)
         if self._needs_values:
-            # Values are also needed for response tokens without loss.
-            weights = torch.zeros_like(padded.tokens["loss_weights"])
-            weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
-            found["values"] = backend.logprobs(padded.with_tokens(loss_weights=weights), "critic")
+            found["values"] = backend.logprobs(_weigh_all(padded, columns), "critic")
         return found
 
     def _charge_kl(
@@ -311,6 +304,13 @@ class Preparation:
                 f"and `returns` for a critic, each with a number for each of the {wanted} response tokens."
             )
         return columns if tokens is None else {name: _placed(values, tokens) for name, values in columns.items()}
+
+
+def _weigh_all(padded: TrainingBatch, columns: TurnColumns) -> TrainingBatch:
+    """Return the batch with weights for all response tokens, since those without loss need values and rewards too."""
+    weights = torch.zeros_like(padded.tokens["loss_weights"])
+    weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
+    return padded.with_tokens(loss_weights=weights)
 
 
 def _placed(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
