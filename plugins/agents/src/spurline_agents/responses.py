@@ -117,7 +117,9 @@ class Dialect(Generic[BodyT]):
         session.take_turns(body.n)
         with errors_as_api_errors():
             chat, key = session.find(messages, tools)
-            prompt = session.opened(chat)
+            before = chat.num_forked
+            prompt = chat.open_turn()
+            session.num_forked += chat.num_forked - before
             branches = [chat.fork() for _ in range(body.n)]
 
         async def generate() -> list[Choice]:

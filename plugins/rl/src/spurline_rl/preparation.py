@@ -30,7 +30,7 @@ from spurline_rl.metrics import advantage_metrics
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollout_batches import RolloutCollator
-from spurline_rl.scored_groups import ScoredGroups
+from spurline_rl.scored_groups import ScoredGroups, flat_field
 from spurline_rl.trajectory import (
     Group,
     Trajectory,
@@ -59,16 +59,16 @@ class TurnColumns:
     def __init__(self, batch: TrainingBatch, groups: Sequence[Group], laid_out: Sequence[Group]) -> None:
         assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
         self._shape = (batch.num_rows, batch.length)
-        turns, attempt_rows = _joined(groups, "attempt_turns"), _joined(laid_out, "attempt_turns")
-        numbers = _joined(groups, "numbers")
+        turns, attempt_rows = flat_field(groups, "attempt_turns"), flat_field(laid_out, "attempt_turns")
+        numbers = flat_field(groups, "numbers")
         first_rows = np.repeat(np.cumsum(attempt_rows) - attempt_rows, turns)
         rows = first_rows + np.where(np.repeat(attempt_rows < turns, turns), 0, numbers)
         # argmax finds the first of equal values.
         is_token = batch.tokens["segment_ids"].numpy() > 0
         first = is_token.argmax(axis=1) if is_token.size else np.zeros(len(is_token), np.int64)
         # A turn's prompt is its whole context, so the response begins `num_prompt` tokens after the row's first token.
-        starts = first[rows] + _joined(groups, "num_prompt")
-        stops = starts + _joined(groups, "num_response")
+        starts = first[rows] + flat_field(groups, "num_prompt")
+        stops = starts + flat_field(groups, "num_response")
         self.num_tokens = int((stops - starts).sum())
         bounds = zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
         self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
@@ -335,10 +335,6 @@ def turns_with_prompts(groups: Sequence[Group], role: Role) -> list[Turn]:
                 for turn in attempt.turns
             ]
     return turns
-
-
-def _joined(groups: Sequence[Group], name: str) -> NDArray[np.int64]:
-    return joined([getattr(group.flat, name) for group in groups], np.int64)
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
