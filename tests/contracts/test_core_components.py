@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_contract import AdapterContract
 from shown_panels import PANELS
 
 from spurline import load_config
@@ -22,7 +23,7 @@ from spurline_insight.testing import ReportPanelContract
 from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline_models.testing import LossContract, write_tiny_model, write_tiny_moe_model
-from spurline_rl.testing import AdapterContract, BackendContract
+from spurline_rl.testing import BackendContract
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.testing import TokenizationContract
 from spurline_text.tokenization import SequentialTokenization

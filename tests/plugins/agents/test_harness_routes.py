@@ -17,7 +17,7 @@ from harness_runs import LIMIT_S, Harness, attempt
 from rl_attempts import decode, encode, extends, says
 
 from spurline_agents.agents import Session
-from spurline_agents.responses import Answering
+from spurline_agents.responses import Dialect
 from spurline_rl.testing.environment_contract import ScriptedEngine
 from spurline_rl.trajectory import Trajectory
 
@@ -352,8 +352,8 @@ def test_tokens_are_counted_without_a_turn_or_a_conversation() -> None:
 
 
 def test_thoughts_that_are_told_apart_come_and_go_as_thinking_and_as_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = Answering._choice
-    monkeypatch.setattr(Answering, "_choice", lambda *given: replace(choose(*given), reasoning="hm"))
+    choose = Dialect._choice
+    monkeypatch.setattr(Dialect, "_choice", lambda *given: replace(choose(*given), reasoning="hm"))
 
     def agent(session: Session) -> float:
         with anthropic_client(session) as api, openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as gpt:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_contract import AdapterContract
 from fsdp_layouts import LONG, in_bf16, on
 from safetensors.torch import load_file
 
@@ -15,7 +16,7 @@ from spurline.protocols.backend import Backend, Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
-from spurline_rl.testing import AdapterContract, BackendContract
+from spurline_rl.testing import BackendContract
 from spurline_rl.testing.backend_cases import (
     assert_critics_close,
     assert_gradients_close,

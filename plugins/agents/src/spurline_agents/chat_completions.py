@@ -17,6 +17,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from spurline_agents.bodies import ApiError, Body, BodyT, Messages, read_body
 from spurline_agents.responses import MODEL_NAME, Choice, Conversation, ConversationBody, Dialect, Generate
 from spurline_agents.sessions import LiveSession
+from spurline_text.prompts import encode_prompt
 from spurline_text.rows.messages import read_messages, read_tools
 
 
@@ -110,7 +111,7 @@ class ChatCompletions(_Untyped[ChatBody]):
             if body.logprobs:
                 entries = [
                     {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-                    for text, logprob in self.answering.tokens(choice)
+                    for text, logprob in self.tokens(choice)
                 ]
                 # The engine reports only the logprob of the sampled token.
                 logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
@@ -125,17 +126,17 @@ class Completions(_Untyped[CompletionBody]):
     kind = CompletionBody
 
     def read(self, session: LiveSession, raw: bytes) -> tuple[CompletionBody, Generate]:
-        body = read_body(raw, CompletionBody, self.answering.config)
+        body = read_body(raw, CompletionBody, self.config)
         prompts = body.prompts
         session.take_turns(body.n * len(prompts))
-        asked = [encoded for prompt in prompts for encoded in [self.answering.encode(prompt)] * body.n]
+        asked = [encoded for prompt in prompts for encoded in [self._encode(prompt)] * body.n]
 
         async def generate() -> list[Choice]:
-            results = await self.answering.ask(
+            results = await self.ask(
                 session, body, lambda sampling: [session.policy.generate(prompt, sampling) for prompt in asked]
             )
             return [
-                Choice(self.answering.text(result, body)[0], result.finish_reason, result, prompt)
+                Choice(self.text(result, body)[0], result.finish_reason, result, prompt)
                 for prompt, result in zip(asked, results, strict=True)
             ]
 
@@ -146,7 +147,7 @@ class Completions(_Untyped[CompletionBody]):
         for choice in choices:
             logprobs = None
             if body.logprobs is not None:
-                tokens = self.answering.tokens(choice)
+                tokens = self.tokens(choice)
                 offsets = accumulate((len(text) for text, _ in tokens), initial=0)
                 logprobs = {
                     "tokens": [text for text, _ in tokens],
@@ -157,6 +158,17 @@ class Completions(_Untyped[CompletionBody]):
             prompt_ids = {"prompt_token_ids": list(choice.prompt_ids)} if body.return_token_ids else {}
             written.append({"text": choice.text, "logprobs": logprobs, **prompt_ids})
         return _completion("text_completion", body, choices, written)
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of the prompt of a text completion. Raises ApiError for ids that are no tokens."""
+        if isinstance(prompt, str):
+            return encode_prompt(self.tokenizer, prompt, is_chat=False)
+        vocabulary = len(self.tokenizer)
+        bad = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < vocabulary), None)
+        if bad is not None:
+            text = f"prompt: {bad} is not the id of a token. The tokenizer has {vocabulary} tokens."
+            raise ApiError(400, text, param="prompt")
+        return prompt
 
 
 def _completion(

@@ -11,8 +11,7 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.dataset import DatasetConfig
 from spurline_environments.configs import AutoFormatConfig, ToolFormatSetting
-from spurline_rl.function_settings import FunctionSetting
-from spurline_rl.functions import FUNCTION_PATH
+from spurline_rl.functions import FUNCTION_PATH, FunctionSetting
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.reward import RewardTable
 

@@ -13,8 +13,17 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from spurline_agents.bodies import ApiError, Messages, as_functions, kind_of, read_part, read_text, unsupported
-from spurline_agents.responses import MODEL_NAME, Choice, Conversation, ConversationBody, Dialect
+from spurline_agents.bodies import (
+    ApiError,
+    Messages,
+    as_functions,
+    kind_of,
+    read_body,
+    read_part,
+    read_text,
+    unsupported,
+)
+from spurline_agents.responses import MODEL_NAME, Choice, Conversation, ConversationBody, Dialect, errors_as_api_errors
 from spurline_agents.sessions import LiveSession
 from spurline_text.rows.messages import Message, read_messages
 
@@ -72,9 +81,17 @@ class AnthropicMessages(Dialect[MessagesBody]):
 
     kind = MessagesBody
 
+    def count_tokens(self, session: LiveSession, raw: bytes) -> int:
+        """Return the number of tokens of the prompt of a `CountBody`. This may run on a thread."""
+        body = read_body(raw, CountBody, self.config)
+        with errors_as_api_errors():
+            messages, tools = body.conversation(session)
+            chat, _ = session.find(messages, tools, begins=False)
+            return len(chat.open_turn())
+
     def write(self, session: LiveSession, body: MessagesBody, choices: Sequence[Choice]) -> dict[str, Any]:
         [choice] = choices
-        _, stopped_by = self.answering.text(choice.result, body)
+        _, stopped_by = self.text(choice.result, body)
         name = f"msg_{secrets.token_hex(12)}"
         if body.thread:
             body.keep(session, name, choice)

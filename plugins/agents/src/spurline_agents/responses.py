@@ -27,7 +27,6 @@ from spurline_environments.grammars import ToolCall
 from spurline_environments.tool_formats import Turns, as_openai
 from spurline_rl.chat_front import ChatFront, PrefixError, Reply
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
-from spurline_text.prompts import encode_prompt
 from spurline_text.rows.messages import Message, read_messages
 from spurline_text.rows.rows import BadRowError
 
@@ -96,28 +95,31 @@ class ConversationBody(Body):
         session.answers[answer] = [*messages, *read_messages([choice.message()], "answer")], tools
 
 
-class Answering:
-    """Answers requests of any session, whatever their API.
+class Dialect(Generic[BodyT]):
+    """One API of the endpoint, by default one for conversations, whose streams have events with types."""
 
-    `read_chat` and `count_tokens` may run on a thread, because a large prompt takes long.
-    """
+    kind: type[BodyT]
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: EndpointConfig, turns: Turns) -> None:
         self.config = config
         self._turns = turns
-        self._tokenizer = tokenizer
-        self._vocabulary = len(tokenizer)
+        self.tokenizer = tokenizer
 
-    def read_chat(self, session: LiveSession, raw: bytes, kind: type[BodyT]) -> tuple[BodyT, Generate]:
-        """Prepare the model's next turn in a conversation, once for each choice. See `Dialect.read`."""
-        body = read_body(raw, kind, self.config)
+    def read(self, session: LiveSession, raw: bytes) -> tuple[BodyT, Generate]:
+        """Read a request, count its turns and encode its prompt. Return a function that generates the choices.
+
+        This may run on a thread, because a large prompt takes long. Raises ApiError, PrefixError or AttemptFailedError.
+        """
+        body = read_body(raw, self.kind, self.config)
         assert isinstance(body, ConversationBody)
-        with _errors_as_api_errors():
+        with errors_as_api_errors():
             messages, tools = body.conversation(session)
         session.take_turns(body.n)
-        with _errors_as_api_errors():
+        with errors_as_api_errors():
             chat, key = session.find(messages, tools)
-            prompt = session.opened(chat)
+            before = chat.num_forked
+            prompt = chat.open_turn()
+            session.num_forked += chat.num_forked - before
             branches = [chat.fork() for _ in range(body.n)]
 
         async def generate() -> list[Choice]:
@@ -137,13 +139,17 @@ class Answering:
 
         return body, generate
 
-    def count_tokens(self, session: LiveSession, raw: bytes, kind: type[ConversationBody]) -> int:
-        """Return the number of tokens that the prompt of such a request has."""
-        body = read_body(raw, kind, self.config)
-        with _errors_as_api_errors():
-            messages, tools = body.conversation(session)
-            chat, _ = session.find(messages, tools, begins=False)
-            return len(chat.open_turn())
+    def write(self, session: LiveSession, body: BodyT, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer as a JSON object."""
+        raise NotImplementedError
+
+    def events(self, body: BodyT, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the parts of a stream that brings this answer."""
+        raise NotImplementedError
+
+    def stream(self, body: BodyT, answer: dict[str, Any]) -> list[bytes]:
+        """Return the parts as server-sent events."""
+        return [f"event: {part['type']}\ndata: {json.dumps(part)}\n\n".encode() for part in self.events(body, answer)]
 
     async def ask(
         self, session: LiveSession, body: Body, begin: Callable[[Sampling], list[Coroutine[Any, Any, T]]]
@@ -189,30 +195,20 @@ class Answering:
         """Return the content of a turn, by default all of it, and the stop text that has ended it, if one has."""
         text = content
         if text is None:
-            text = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
+            text = str(self.tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
         stops = [stop for stop in body.stop if stop and stop in text] if result.finish_reason == "stop" else []
         first = min(stops, key=text.find, default=None)
         return text if first is None else text[: text.find(first)], first
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of the prompt of a text completion. Raises ApiError for ids that are no tokens."""
-        if not isinstance(prompt, str):
-            bad = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary), None)
-            if bad is not None:
-                text = f"prompt: {bad} is not the id of a token. The tokenizer has {self._vocabulary} tokens."
-                raise ApiError(400, text, param="prompt")
-            return prompt
-        return encode_prompt(self._tokenizer, prompt, is_chat=False)
-
     def tokens(self, choice: Choice) -> list[tuple[str, float]]:
         """Return the text of each token, and its logprob under the distribution that it was sampled from."""
-        texts = [str(self._tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
+        texts = [str(self.tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
         logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
         return list(zip(texts, logprobs, strict=True))
 
 
 @contextmanager
-def _errors_as_api_errors() -> Generator[None, None, None]:
+def errors_as_api_errors() -> Generator[None, None, None]:
     """Turn errors of messages and of the chat template into ApiError."""
     try:
         yield
@@ -234,31 +230,3 @@ def _can_come_back(call: ToolCall) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-class Dialect(Generic[BodyT]):
-    """One API of the endpoint, by default one whose streams have events with types."""
-
-    kind: type[BodyT]
-
-    def __init__(self, answering: Answering) -> None:
-        self.answering = answering
-
-    def read(self, session: LiveSession, raw: bytes) -> tuple[BodyT, Generate]:
-        """Read a request, count its turns and encode its prompt. Return a function that generates the choices.
-
-        This may run on a thread, because a large prompt takes long. Raises ApiError, PrefixError or AttemptFailedError.
-        """
-        return self.answering.read_chat(session, raw, self.kind)
-
-    def write(self, session: LiveSession, body: BodyT, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the answer as a JSON object."""
-        raise NotImplementedError
-
-    def events(self, body: BodyT, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the parts of a stream that brings this answer."""
-        raise NotImplementedError
-
-    def stream(self, body: BodyT, answer: dict[str, Any]) -> list[bytes]:
-        """Return the parts as server-sent events."""
-        return [f"event: {part['type']}\ndata: {json.dumps(part)}\n\n".encode() for part in self.events(body, answer)]

@@ -24,8 +24,8 @@ from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError
 from spurline_agents.chat_completions import ChatCompletions, Completions
 from spurline_agents.configs import EndpointConfig
-from spurline_agents.messages import AnthropicMessages, CountBody
-from spurline_agents.responses import MODEL_NAME, Answering, Choice, Dialect
+from spurline_agents.messages import AnthropicMessages
+from spurline_agents.responses import MODEL_NAME, Choice, Dialect
 from spurline_agents.responses_api import Responses
 from spurline_agents.sessions import SMALL_BYTES, LiveSession
 from spurline_concurrency.calls import end_tasks
@@ -75,12 +75,12 @@ class HarnessServer:
         self._busy: set[web.RequestHandler] = set()
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/v1/models", self._models)
-        self._answering = answering = Answering(tokenizer, config, turns)
+        self._messages = AnthropicMessages(tokenizer, config, turns)
         dialects: dict[str, Dialect[Any]] = {
-            "chat/completions": ChatCompletions(answering),
-            "completions": Completions(answering),
-            "messages": AnthropicMessages(answering),
-            "responses": Responses(answering),
+            "chat/completions": ChatCompletions(tokenizer, config, turns),
+            "completions": Completions(tokenizer, config, turns),
+            "messages": self._messages,
+            "responses": Responses(tokenizer, config, turns),
         }
         for path, dialect in dialects.items():
             app.router.add_post(f"/v1/{path}", partial(self._answer, dialect=dialect))
@@ -222,9 +222,8 @@ class HarnessServer:
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Answer with the length of a prompt, which is no turn."""
         session = self._session(request)
-        read = partial(self._answering.count_tokens, kind=CountBody)
         # An agent may count as often as it likes, so this is never done on the event loop.
-        reading = asyncio.ensure_future(self._read(request, session, read, SMALL_BYTES + 1))
+        reading = asyncio.ensure_future(self._read(request, session, self._messages.count_tokens, SMALL_BYTES + 1))
         return web.json_response({"input_tokens": await self._in_session(session, reading)})
 
     async def _read(

@@ -194,13 +194,6 @@ class LiveSession:
         )
         return chat, key
 
-    def opened(self, chat: ChatFront) -> Sequence[int]:
-        """Return the prompt of the next turn of a conversation, and count whether it forks."""
-        before = chat.num_forked
-        prompt = chat.open_turn()
-        self.num_forked += chat.num_forked - before
-        return prompt
-
     def answer(
         self, row: Mapping[str, Any], reference: str | None = None, response: str | None = None
     ) -> tuple[Answer, dict[str, Any]]:
@@ -216,12 +209,9 @@ class LiveSession:
             response = str(decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))
         messages = list(self.last_chat.messages) if self.last_chat is not None else []
         said = {"prompt": prompt, "response": response, "reference": reference, "messages": messages}
-        info = {**said, "turns": len(turns), "conversations": self.num_conversations, "metrics": self.counts()}
+        metrics = {**call_metrics(self.tool_calls), "turns/forked": self.num_forked}
+        info = {**said, "turns": len(turns), "conversations": self.num_conversations, "metrics": metrics}
         return Answer(prompt, response, reference, row, messages), info
-
-    def counts(self) -> dict[str, float]:
-        """Return the metrics of the attempt's turns."""
-        return {**call_metrics(self.tool_calls), "turns/forked": self.num_forked}
 
     def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
         """Remember `chat`, whose last turn is from the model. The client gets this turn as `message`."""

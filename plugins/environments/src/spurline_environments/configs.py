@@ -12,8 +12,7 @@ from spurline.config.section import Component, ComponentConfig, OnResume, Sectio
 from spurline.errors import Problem, listing, suggestion
 from spurline_rl.environments.configs import RewardedEnvironmentConfig, as_environment
 from spurline_rl.evaluation_configs import terms_by_environment, unknown_environment
-from spurline_rl.function_settings import FunctionSetting, name_of
-from spurline_rl.functions import FUNCTION_PATH
+from spurline_rl.functions import FUNCTION_PATH, FunctionSetting, name_of
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
 

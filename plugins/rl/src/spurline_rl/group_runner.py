@@ -173,62 +173,54 @@ class GroupRunner:
         self, tasks: Sequence[Task], what: str, label: str, limit: TimeLimit | None
     ) -> list[Trajectory]:
         """Return the trajectory of the first successful attempt at each task. `what` names the tasks in errors."""
+        calls: list[Call[Trajectory]] = []
+        num_failed = [0] * len(tasks)
         # One event for all attempts takes less of the controller's time than a future for each.
-        num_open, has_news = len(tasks), asyncio.Event()
+        num_open, is_over = len(tasks), asyncio.Event()
 
         def on_end(call: Call[Trajectory]) -> None:
             nonlocal num_open
+            number = calls.index(call)
+            if call.error is not None:
+                call.error = self._last_error(tasks[number], num_failed[number], call.error)
+                if call.error is None:
+                    num_failed[number] += 1
+                    work = partial(self._attempt, tasks[number], num_failed[number], label)
+                    calls[number] = self._places.start(call.what, work, call.on_end, limit)
+                    return
             num_open -= 1
             if call.error is not None or not num_open:
-                has_news.set()
+                is_over.set()
 
-        def start(task: Task, attempt: int) -> Call[Trajectory]:
-            name = f"{type(self.environment).__name__}.run for {_name(task)}"
-            return self._places.start(name, partial(self._attempt, task, attempt, label), on_end, limit)
-
-        calls = [start(task, 0) for task in tasks]
-        attempts = [0] * len(calls)
         try:
-            while num_open:
-                await has_news.wait()
-                has_news.clear()
-                num_open += self._repeat_failed(tasks, calls, attempts, start)
+            for task in tasks:
+                name = f"{type(self.environment).__name__}.run for {_name(task)}"
+                calls.append(self._places.start(name, partial(self._attempt, task, 0, label), on_end, limit))
+            await is_over.wait()
+            for call in calls:
+                if call.error is not None:
+                    raise call.error
             return [call.result() for call in calls]
         finally:
             await self._places.end(calls, what)
             # The traceback of an error refers to this frame, and the frame would keep the results alive.
             calls.clear()
 
-    def _repeat_failed(
-        self,
-        tasks: Sequence[Task],
-        calls: list[Call[Trajectory]],
-        attempts: list[int],
-        start: Callable[[Task, int], Call[Trajectory]],
-    ) -> int:
-        """Replace the failed calls by calls with other seeds, and return their number.
-
-        Raises an error if one of them must not be repeated.
-        """
-        count = 0
-        for number, (task, call) in enumerate(zip(tasks, calls, strict=True)):
-            if (error := call.error) is not None:
-                attempt = attempts[number]
-                if isinstance(error, PrefixError):
-                    raise _GiveUp(_explain_failure(task, attempt, error)) from error
-                if isinstance(error, DataError):
-                    raise explain_bad_row(task.location, error) from error
-                if not isinstance(error, Exception) or (
-                    isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError)
-                ):
-                    raise error
-                if attempt == self.retries:
-                    raise _GiveUp(_explain_failure(task, attempt, error)) from error
-                self._count_retry(task, attempt, error)
-                attempts[number] += 1
-                calls[number] = start(task, attempts[number])
-                count += 1
-        return count
+    def _last_error(self, task: Task, attempt: int, error: BaseException) -> BaseException | None:
+        """Return the error with which a failed attempt ends its group, or None if it is made again with other seeds."""
+        if isinstance(error, DataError) and not isinstance(error, PrefixError):
+            last: BaseException = explain_bad_row(task.location, error)
+        elif not isinstance(error, Exception) or (
+            isinstance(error, SpurlineError) and not isinstance(error, (AttemptFailedError, PrefixError))
+        ):
+            return error
+        elif isinstance(error, PrefixError) or attempt == self.retries:
+            last = _GiveUp(_explain_failure(task, attempt, error))
+        else:
+            self._count_retry(task, attempt, error)
+            return None
+        last.__cause__ = error
+        return last
 
     def _count_retry(self, task: Task, attempt: int, error: Exception) -> None:
         """Count a retry. Print the reason of the run's first retry, since a prompt may be given up only much later."""

@@ -30,7 +30,7 @@ from spurline_rl.metrics import advantage_metrics
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollout_batches import RolloutCollator
-from spurline_rl.scored_groups import ScoredGroups
+from spurline_rl.scored_groups import ScoredGroups, flat_field
 from spurline_rl.trajectory import (
     Group,
     Trajectory,
@@ -59,16 +59,16 @@ class TurnColumns:
     def __init__(self, batch: TrainingBatch, groups: Sequence[Group], laid_out: Sequence[Group]) -> None:
         assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
         self._shape = (batch.num_rows, batch.length)
-        turns, attempt_rows = _joined(groups, "attempt_turns"), _joined(laid_out, "attempt_turns")
-        numbers = _joined(groups, "numbers")
+        turns, attempt_rows = flat_field(groups, "attempt_turns"), flat_field(laid_out, "attempt_turns")
+        numbers = flat_field(groups, "numbers")
         first_rows = np.repeat(np.cumsum(attempt_rows) - attempt_rows, turns)
         rows = first_rows + np.where(np.repeat(attempt_rows < turns, turns), 0, numbers)
         # argmax finds the first of equal values.
         is_token = batch.tokens["segment_ids"].numpy() > 0
         first = is_token.argmax(axis=1) if is_token.size else np.zeros(len(is_token), np.int64)
         # A turn's prompt is its whole context, so the response begins `num_prompt` tokens after the row's first token.
-        starts = first[rows] + _joined(groups, "num_prompt")
-        stops = starts + _joined(groups, "num_response")
+        starts = first[rows] + flat_field(groups, "num_prompt")
+        stops = starts + flat_field(groups, "num_response")
         self.num_tokens = int((stops - starts).sum())
         bounds = zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
         self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
@@ -193,11 +193,7 @@ class Preparation:
             return list(groups)
         laid_out = self._lay_out(scored)
         columns = self.turn_columns(laid_out.without_padding_rows(), scored)
-        padded = laid_out.pad_rows(self._layout.data)
-        # Rewards are also needed for response tokens without loss.
-        weights = torch.zeros_like(padded.tokens["loss_weights"])
-        weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
-        weighed = padded.with_tokens(loss_weights=weights)
+        weighed = _weigh_all(laid_out.pad_rows(self._layout.data), columns)
         roles = environment.model_rewards
         found = {term: columns.split(backend.logprobs(weighed, role)) for term, role in roles.items()}
         laid_out.release()
@@ -262,10 +258,7 @@ class Preparation:
             else:
                 found[name] = backend.logprobs(padded, role, temperature=temperature)
         if self._needs_values:
-            # Values are also needed for response tokens without loss.
-            weights = torch.zeros_like(padded.tokens["loss_weights"])
-            weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
-            found["values"] = backend.logprobs(padded.with_tokens(loss_weights=weights), "critic")
+            found["values"] = backend.logprobs(_weigh_all(padded, columns), "critic")
         return found
 
     def _charge_kl(
@@ -313,6 +306,13 @@ class Preparation:
         return columns if tokens is None else {name: _placed(values, tokens) for name, values in columns.items()}
 
 
+def _weigh_all(padded: TrainingBatch, columns: TurnColumns) -> TrainingBatch:
+    """Return the batch with weights for all response tokens, since those without loss need values and rewards too."""
+    weights = torch.zeros_like(padded.tokens["loss_weights"])
+    weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
+    return padded.with_tokens(loss_weights=weights)
+
+
 def _placed(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Return float32 [A] with the values where the mask is true, and 0 elsewhere."""
     placed = np.zeros(len(mask), np.float32)
@@ -335,10 +335,6 @@ def turns_with_prompts(groups: Sequence[Group], role: Role) -> list[Turn]:
                 for turn in attempt.turns
             ]
     return turns
-
-
-def _joined(groups: Sequence[Group], name: str) -> NDArray[np.int64]:
-    return joined([getattr(group.flat, name) for group in groups], np.int64)
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:

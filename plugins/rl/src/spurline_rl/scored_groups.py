@@ -55,8 +55,8 @@ class ScoredGroups:
     @cached_property
     def attempt_tokens(self) -> NDArray[np.int64]:
         """Return the number of response tokens of each attempt: int64 [m]."""
-        ends = np.append(0, np.cumsum(self._turns("num_response")))
-        return np.diff(ends[np.append(0, np.cumsum(self._turns("attempt_turns")))])
+        ends = np.append(0, np.cumsum(flat_field(self.groups, "num_response")))
+        return np.diff(ends[np.append(0, np.cumsum(flat_field(self.groups, "attempt_turns")))])
 
     @cached_property
     def returns(self) -> list[NDArray[np.float64]]:
@@ -67,8 +67,8 @@ class ScoredGroups:
         """
         if "rewards" not in self.computed:
             return [group.returns for group in self.groups]
-        turns, sizes = self._turns("attempt_turns"), [len(group.trajectories) for group in self.groups]
-        of_turns = np.split(self.computed["rewards"], np.cumsum(self._turns("num_response"))[:-1])
+        turns, sizes = flat_field(self.groups, "attempt_turns"), [len(group.trajectories) for group in self.groups]
+        of_turns = np.split(self.computed["rewards"], np.cumsum(flat_field(self.groups, "num_response"))[:-1])
         sums = iter(float(rewards.sum(dtype=np.float64)) for rewards in of_turns)
         attempts = zip(trajectories_of(self.groups), turns.tolist(), strict=True)
         returns = [finite_return(attempt, sum(next(sums) for _ in range(count))) for attempt, count in attempts]
@@ -125,8 +125,10 @@ class ScoredGroups:
         samples = joined([*advantages], np.float64).astype(np.float32)
         return {"advantages": np.repeat(samples, self.attempt_tokens)}
 
-    def _turns(self, name: str) -> NDArray[np.int64]:
-        return joined([getattr(group.flat, name) for group in self.groups], np.int64)
+
+def flat_field(groups: Sequence[Group], name: str) -> NDArray[np.int64]:
+    """Return a field of `FlatTurns` for all turns or attempts of the groups, one after another."""
+    return joined([getattr(group.flat, name) for group in groups], np.int64)
 
 
 def _lacking(group: Group, name: str) -> DataError:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, Field
 
 from spurline.config.section import OnResume
-from spurline_rl.function_settings import FunctionSetting
-from spurline_rl.functions import FUNCTION_PATH
+from spurline_rl.functions import FUNCTION_PATH, FunctionSetting
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.reward import RewardTable
 

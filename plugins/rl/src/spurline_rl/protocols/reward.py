@@ -22,7 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from spurline.config.section import Component, ComponentConfig, expand_shorthand
-from spurline_rl.function_settings import name_of
+from spurline_rl.functions import name_of
 
 
 class RewardConfig(ComponentConfig):

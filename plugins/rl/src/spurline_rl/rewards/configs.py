@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline_rl.function_settings import FunctionSetting, is_reference
-from spurline_rl.functions import FUNCTION_PATH
+from spurline_rl.functions import FUNCTION_PATH, FunctionSetting, is_reference
 from spurline_rl.protocols.reward import RewardConfig
 
 if TYPE_CHECKING:

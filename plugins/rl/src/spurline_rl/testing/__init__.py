@@ -1,6 +1,6 @@
 """The contract kit of RL: suites for rewards, environments, advantages, corrections, engines, collators and orders.
 
-The suites for backends and their adapters are here too, because they test the training of policies and critics.
+The suite for backends is here too, because it tests the training of policies and critics.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from spurline.testing.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from spurline_rl.testing.adapter_contract import AdapterContract as AdapterContract
     from spurline_rl.testing.advantage_contract import AdvantageContract as AdvantageContract
     from spurline_rl.testing.backend_contract import BackendContract as BackendContract
     from spurline_rl.testing.collator_contract import RolloutCollatorContract as RolloutCollatorContract
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from spurline_rl.testing.rollout_engine_contract import RolloutEngineContract as RolloutEngineContract
 
 _NAMES = {
-    "adapter_contract": ("AdapterContract",),
     "backend_contract": ("BackendContract",),
     "advantage_contract": ("AdvantageContract",),
     "collator_contract": ("RolloutCollatorContract",),
