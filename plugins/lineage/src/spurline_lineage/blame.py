@@ -135,5 +135,5 @@ def _dot(one: Tensor, other: Tensor) -> float:
 def blame_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Blame:
     """Train a step of a run again, with these settings changed, and return the part of each group in its update."""
     blame = Blame(step)
-    with trained_again(run_dir, checkpoint_before(run_dir, step), step, overrides, blame):
+    with trained_again(run_dir, checkpoint_before(run_dir, step), step, overrides, blame, recalls=True):
         return blame
