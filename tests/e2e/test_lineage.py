@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from spurline.digests import digest_file
 from spurline.plugins import hookimpl
 from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline_insight.view.runs import ViewedRun
 from spurline_lineage.blame import blame_step, groups_alone
 from spurline_lineage.fingerprints import policy_hash
 from spurline_lineage.recorder import read_lineage
@@ -315,6 +316,7 @@ def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_wi
     code, out, err = spurline("blame", run_dir, "--step", 3, "--top", 2)
     assert code == 0, err
     assert out.index("largest shares:") < out.index("smallest shares:")
+    [viewed] = ViewedRun(run_dir, "run").shares()["steps"]
     tokens, gradients = [], LocalBackend.gradients
     with monkeypatch.context() as counted:
 
@@ -334,6 +336,11 @@ def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_wi
     share, largest = shares[0]
     assert largest.text
     assert f"{share:+.4f}  {largest.uid}" in out
+    # The page shows what the command has printed, with whole texts.
+    assert (viewed["step"], viewed["num_groups"]) == (3, len(shares))
+    assert [group["uid"] for group in viewed["groups"]] == [part.uid for _, part in (*shares[:2], *shares[-2:])]
+    assert viewed["groups"][0]["text"] == largest.text
+    assert viewed["groups"][0]["rewards"] == [*largest.rewards]
 
     class Without:
         """Makes the update without the loss of one group, after the real normaliser was computed."""
