@@ -251,6 +251,24 @@ def test_a_backend_that_lends_no_parameters_has_the_same_hash(spurline_tiny_mode
     assert policy_hash(SimpleNamespace(**{part: getattr(backend, part) for part in parts})) == policy_hash(backend)
 
 
+@pytest.mark.processes
+def test_ranks_have_the_chain_of_one_process_and_forks_and_shares_as_there(
+    rl_config: Config, spurline: Spurline, noise: Callable[[], None]
+) -> None:
+    config = recorded(rl_config, steps=2, checkpoint={"every_steps": 1, "keep_last": 9})
+    config["backend"] = {**config["backend"], "sums": "reproducible"}
+    local = Path(train(config, name="local").run_dir)
+    sharded = Path(train(on_ranks(config, sums="reproducible"), name="ranks").run_dir)
+    assert chains(sharded) == chains(local)
+    noise()
+    fork = sharded.with_name("fork")
+    code, _, err = spurline("fork", f"{sharded}@1", "--run-dir", fork)
+    assert code == 0, err
+    assert chains(fork) == {2: chains(local)[2]}
+    one, other = ({part.uid: share for share, part in blame_step(run_dir, 2).shares()} for run_dir in (local, sharded))
+    assert one == pytest.approx(other, abs=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["rows of data", "rollouts with a critic"])
