@@ -30,10 +30,12 @@ from safetensors.torch import load_file
 from spurline.digests import digest_file
 from spurline.plugins import hookimpl
 from spurline.run.evaluations.evaluation import DataEvaluation
+from spurline_insight.view.runs import ViewedRun
 from spurline_lineage.blame import blame_step, groups_alone
 from spurline_lineage.fingerprints import policy_hash
 from spurline_lineage.recorder import read_lineage
 from spurline_models.local.backend import LocalBackend
+from spurline_rl import policy
 
 
 def recorded(config: Config, **changes: Any) -> Config:
@@ -46,9 +48,16 @@ def chains(run_dir: object) -> dict[int, str]:
     return {step: line["chain"] for step, line in read_lineage(Path(str(run_dir))).items()}
 
 
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function after which an engine never samples the same tokens twice."""
+    drawn = random.Random(7)
+    return lambda: monkeypatch.setattr(policy, "derive_seed", lambda *_: drawn.getrandbits(62))
+
+
 @pytest.mark.parametrize("kind", ["rows of data", "rollouts", "asynchronous rollouts"])
-def test_a_fork_without_changes_is_its_parent_to_the_end(
-    kind: str, spurline: Spurline, request: pytest.FixtureRequest
+def test_a_fork_without_changes_is_its_parent_to_the_end_even_if_the_engine_is_not_deterministic(
+    kind: str, spurline: Spurline, request: pytest.FixtureRequest, noise: Callable[[], None]
 ) -> None:
     config = request.getfixturevalue("base_config" if kind == "rows of data" else "rl_config")
     if kind == "asynchronous rollouts":
@@ -56,8 +65,10 @@ def test_a_fork_without_changes_is_its_parent_to_the_end(
     config = recorded(config, steps=4)
     parent = Path(train(config).run_dir)
     fork = parent.with_name("fork")
+    noise()
     code, _, err = spurline("fork", f"{parent}@2", "--run-dir", fork)
     assert code == 0, err
+    assert "are generated" not in err
     assert deterministic(read_metrics(fork)) == deterministic(read_metrics(parent))[2:]
     assert chains(fork) == {step: chain for step, chain in chains(parent).items() if step > 2}
     assert_same_weights(fork, parent)
@@ -66,10 +77,11 @@ def test_a_fork_without_changes_is_its_parent_to_the_end(
 
 
 def test_a_changed_fork_equals_its_parent_up_to_the_first_step_that_the_change_touches(
-    rl_config: Config, spurline: Spurline
+    rl_config: Config, spurline: Spurline, noise: Callable[[], None]
 ) -> None:
     parent = Path(train(recorded(rl_config, steps=4)).run_dir)
-    fork = parent.with_name("fork")
+    fork, hotter = parent.with_name("fork"), parent.with_name("hotter")
+    noise()
     code, _, err = spurline("fork", f"{parent}@2", "--set", "loss.clip_high=0.0001", "--run-dir", fork)
     assert code == 0, err
     then, now = (read_lineage(folder) for folder in (parent, fork))
@@ -77,6 +89,12 @@ def test_a_changed_fork_equals_its_parent_up_to_the_first_step_that_the_change_t
     assert {name for name in then[3] if then[3][name] != now[3][name]} == {"weights_after", "chain"}
     assert now[4]["weights_before"] == now[3]["weights_after"]
     assert now[4]["rows"] == then[4]["rows"]
+    assert now[4]["rollouts"] != then[4]["rollouts"]
+    assert "From step 4 on, rollouts are generated" in err
+    # A setting that shapes rollouts is the cause itself.
+    hot = ("--set", "source.sampling.temperature=1.5", "--steps", 3)
+    assert spurline("fork", f"{parent}@2", *hot, "--run-dir", hotter)[0] == 0
+    assert read_lineage(hotter)[3]["rollouts"] != then[3]["rollouts"]
 
 
 def test_a_fork_may_change_what_a_resume_refuses_but_not_what_its_checkpoint_does_not_fit(
@@ -233,6 +251,24 @@ def test_a_backend_that_lends_no_parameters_has_the_same_hash(spurline_tiny_mode
     assert policy_hash(SimpleNamespace(**{part: getattr(backend, part) for part in parts})) == policy_hash(backend)
 
 
+@pytest.mark.processes
+def test_ranks_have_the_chain_of_one_process_and_forks_and_shares_as_there(
+    rl_config: Config, spurline: Spurline, noise: Callable[[], None]
+) -> None:
+    config = recorded(rl_config, steps=2, checkpoint={"every_steps": 1, "keep_last": 9})
+    config["backend"] = {**config["backend"], "sums": "reproducible"}
+    local = Path(train(config, name="local").run_dir)
+    sharded = Path(train(on_ranks(config, sums="reproducible"), name="ranks").run_dir)
+    assert chains(sharded) == chains(local)
+    noise()
+    fork = sharded.with_name("fork")
+    code, _, err = spurline("fork", f"{sharded}@1", "--run-dir", fork)
+    assert code == 0, err
+    assert chains(fork) == {2: chains(local)[2]}
+    one, other = ({part.uid: share for share, part in blame_step(run_dir, 2).shares()} for run_dir in (local, sharded))
+    assert one == pytest.approx(other, abs=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["rows of data", "rollouts with a critic"])
@@ -298,6 +334,7 @@ def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_wi
     code, out, err = spurline("blame", run_dir, "--step", 3, "--top", 2)
     assert code == 0, err
     assert out.index("largest shares:") < out.index("smallest shares:")
+    [viewed] = ViewedRun(run_dir, "run").shares()["steps"]
     tokens, gradients = [], LocalBackend.gradients
     with monkeypatch.context() as counted:
 
@@ -306,6 +343,8 @@ def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_wi
             return gradients(self, batch, *words, **named)
 
         counted.setattr(LocalBackend, "gradients", counting)
+        # An engine would now sample other tokens than in the run.
+        counted.setattr(policy, "derive_seed", lambda *_: 3)
         shares = blame_step(run_dir, 3).shares()
     # All groups together cost one more pass over the step.
     assert len(tokens) > len(shares)
@@ -315,6 +354,11 @@ def test_shares_of_an_update_add_up_to_one_and_the_largest_is_what_is_missing_wi
     share, largest = shares[0]
     assert largest.text
     assert f"{share:+.4f}  {largest.uid}" in out
+    # The page shows what the command has printed, with whole texts.
+    assert (viewed["step"], viewed["num_groups"]) == (3, len(shares))
+    assert [group["uid"] for group in viewed["groups"]] == [part.uid for _, part in (*shares[:2], *shares[-2:])]
+    assert viewed["groups"][0]["text"] == largest.text
+    assert viewed["groups"][0]["rewards"] == [*largest.rewards]
 
     class Without:
         """Makes the update without the loss of one group, after the real normaliser was computed."""

@@ -8,8 +8,9 @@ A negative share belongs to a group that alone would have moved the weights agai
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.errors import UserError
+from spurline.files import write_bytes, write_errors
 from spurline.plugins import hookimpl
 from spurline.plugins.run_view import RunView
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
 from spurline_lineage.fork import checkpoint_before, trained_again
 from spurline_models.separation import SeparatedBatch
+
+BLAME_FOLDER = "blame"
+"""Name of the folder inside the run directory with a JSON file for each step that was explained."""
 
 
 @dataclass
@@ -128,6 +133,16 @@ def groups_alone(batch: TrainingBatch) -> Iterator[tuple[str, TrainingBatch]]:
             yield uid, batch.with_tokens(loss_weights=own).take(torch.nonzero(rows).flatten())
 
 
+def write_shares(run_dir: Path, step: int, num_groups: int, shown: Sequence[tuple[float, Part]]) -> None:
+    """Write the largest and the smallest of the shares of a step, with their texts, for `spurline view`."""
+    path = run_dir / BLAME_FOLDER / f"step-{step:06d}.json"
+    groups = [{"share": share, **asdict(part)} for share, part in shown]
+    content = json.dumps({"step": step, "num_groups": num_groups, "groups": groups}).encode()
+    with write_errors(path):
+        path.parent.mkdir(exist_ok=True)
+        write_bytes(path, content)
+
+
 def _dot(one: Tensor, other: Tensor) -> float:
     return float(torch.dot(one.flatten().double(), other.flatten().double()))
 
@@ -135,5 +150,5 @@ def _dot(one: Tensor, other: Tensor) -> float:
 def blame_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Blame:
     """Train a step of a run again, with these settings changed, and return the part of each group in its update."""
     blame = Blame(step)
-    with trained_again(run_dir, checkpoint_before(run_dir, step), step, overrides, blame):
+    with trained_again(run_dir, checkpoint_before(run_dir, step), step, overrides, blame, recalls=True):
         return blame

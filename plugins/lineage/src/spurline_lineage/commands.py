@@ -84,12 +84,13 @@ def blame(
 
     check_run_directory(run_dir)
     with importing():
-        from spurline_lineage.blame import blame_step
+        from spurline_lineage.blame import blame_step, write_shares
 
     shares = blame_step(run_dir, step, overrides or []).shares()
     total = sum(share for share, _ in shares)
     typer.echo(f"step {step}: {len(shares)} groups, whose shares in the update add up to {total:.6f}")
     first, last = shares[:top], shares[max(top, len(shares) - top) :]
+    write_shares(run_dir, step, len(shares), [*first, *last])
     for title, shown in (("largest shares", first), ("smallest shares", last)):
         if shown:
             typer.echo(f"{title}:")

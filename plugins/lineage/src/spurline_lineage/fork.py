@@ -8,13 +8,14 @@ position in the data and the states of random numbers, so it differs from its pa
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from spurline.config.compare import differences
 from spurline.config.loading import LoadedConfig, load_config
@@ -23,9 +24,13 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError, SpurlineError, listing
 from spurline.files import remove, scratch_inside, write_errors
 from spurline.plugins import hookimpl
+from spurline.plugins.run_view import RunView
 from spurline.run.checkpoints.checkpoint import BACKEND, MANIFEST, Checkpoint, CheckpointStore, Written, open_checkpoint
 from spurline.run.directory import RunDirectory, read_mapping
 from spurline.run.run import Run
+from spurline.terminal import tell
+from spurline_lineage.fingerprints import policy_hash
+from spurline_lineage.recorder import read_lineage
 
 _REWRITTEN = ("format", "version", "step", "files", "best")
 """Entries of a manifest that are not copied. The best checkpoint of the parent is not in the fork."""
@@ -38,6 +43,10 @@ _QUIET = {
     "report": {"enabled": False},
 }
 """Settings of a run that trains steps once more. They do not change what the steps do."""
+_AFTER_ROLLOUTS = re.compile(
+    r"(loss|optimizer|schedule|minibatches|critic|steps|epochs|source\.(advantage|advantage_scope|correction|turns))(\.|$)"
+)
+"""Settings that shape what a step makes of its rollouts, and not the rollouts themselves."""
 
 
 def checkpoint_at(run_dir: Path, step: str) -> Checkpoint:
@@ -89,6 +98,7 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
     problems = [problem for problem in _problems(loaded) if problem not in known]
     if problems:
         raise ConfigError(problems, f"the fork of {checkpoint.path}")
+    _recall(loaded, run_dir, checkpoint.step + 1, parent)
     if not new_dir.exists() or (new_dir.is_dir() and not any(new_dir.iterdir())):
         _copy_checkpoint(run_dir, checkpoint, loaded)
     elif not _is_fork(new_dir, run_dir, checkpoint):
@@ -96,6 +106,64 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
             f"{new_dir} is not empty, and is no fork of {run_dir} at step {checkpoint.step}. Choose a new --run-dir."
         )
     return loaded
+
+
+@runtime_checkable
+class _Recalls(Protocol):
+    """A source that can use kept rollouts: `spurline_rl.prompt_source.PromptSource`."""
+
+    def recall(self, run_dir: Path | None, step: int) -> None: ...
+
+
+@dataclass
+class _ParentsRollouts:
+    """Hooks that let a run train on the rollouts that its parent has kept, while both have the same weights.
+
+    Attributes:
+        first_step: The step for which the checkpoint proves that the weights are equal. In later steps, the hashes of
+            the weights in the record of the parent prove it.
+    """
+
+    parent: Path
+    first_step: int
+    _run: RunView | None = field(default=None, init=False)
+    _is_equal: tuple[bool, bool] = field(default=(False, True), init=False)
+    """Whether the last step and the next one begin with weights that are known to be those of the parent."""
+
+    @hookimpl
+    def on_run_start(self, run: RunView) -> None:
+        self._run = run
+        self._begin(run.state.step + 1)
+
+    @hookimpl(wrapper=True)
+    def train_step(self, step: int) -> Generator[None, Mapping[str, float], Mapping[str, float]]:
+        metrics = yield
+        self._begin(step + 1)
+        return metrics
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if self._is_equal == (True, False):
+            tell(f"From step {step} on, rollouts are generated: {self.parent} has none from weights known to be equal.")
+
+    def _begin(self, step: int) -> None:
+        """Compare the weights with which a step begins, and let it use the parent's rollouts if they are equal."""
+        assert self._run is not None, "hooks are called before on_run_start"
+        if not isinstance(source := self._run.source, _Recalls):
+            return
+        was_equal, is_equal = self._is_equal[1], step == self.first_step
+        if was_equal and not is_equal:
+            recorded = read_lineage(self.parent).get(step, {}).get("weights_before")
+            is_equal = recorded is not None and recorded == policy_hash(self._run.backend)
+        self._is_equal = was_equal, is_equal
+        source.recall(self.parent if is_equal else None, step)
+
+
+def _recall(loaded: LoadedConfig, run_dir: Path, first_step: int, parent: LoadedConfig) -> None:
+    """Let a run use the rollouts of its parent, whose config is `parent`, if the same settings shape them."""
+    changed = differences(parent.resolved(), loaded.config)
+    if all(change.mark is OnResume.FREE or _AFTER_ROLLOUTS.match(change.key) for change in changed):
+        loaded.host.attach(_ParentsRollouts(run_dir, first_step), "lineage/recalls")
 
 
 def _problems(loaded: LoadedConfig) -> list[Problem]:
@@ -162,7 +230,12 @@ class _StopAfter:
 
 @contextmanager
 def trained_again(
-    run_dir: Path, checkpoint: Checkpoint | None, last_step: int, overrides: Sequence[str], *hooks: object
+    run_dir: Path,
+    checkpoint: Checkpoint | None,
+    last_step: int,
+    overrides: Sequence[str],
+    *hooks: object,
+    recalls: bool = False,
 ) -> Iterator[Path]:
     """Train the steps after a checkpoint once more, up to `last_step`, and return a context with their run directory.
 
@@ -172,6 +245,7 @@ def trained_again(
         last_step: The last step to train. The settings are those that were in force at this step.
         overrides: `key.path=value` strings that change these settings.
         hooks: Further hook implementations for the run.
+        recalls: Whether to use the rollouts that the run has kept, as forks do, instead of generating them again.
 
     Raises:
         CheckpointError: If a setting was changed between the checkpoint and `last_step`, or does not fit the state.
@@ -195,6 +269,8 @@ def trained_again(
         loaded = _load(settings, overrides, folder)
         if checkpoint is not None:
             _copy_checkpoint(run_dir, checkpoint, loaded)
+        if recalls:
+            _recall(loaded, run_dir, 0 if checkpoint is None else checkpoint.step + 1, _load(settings, (), folder))
         for number, hook in enumerate((_StopAfter(last_step), *hooks)):
             loaded.host.attach(hook, f"lineage/again-{number}")
         # The terminal shows the steps as progress. Only the answer of a command is its output.

@@ -111,6 +111,7 @@ class GroupRunner:
         seconds_down: See `TakesWeights`.
         carry: Columns of the row whose numbers are copied into the group.
         scorers: What the finished group goes through, in order.
+        recalled: Scored attempts by the uid of their prompt, which are used instead of making attempts.
     """
 
     environment: Environment
@@ -128,6 +129,7 @@ class GroupRunner:
 
     def __post_init__(self, attempt_timeout_s: float, max_concurrent: int, seconds_down: Callable[[], float]) -> None:
         self._places = Places(max_concurrent, attempt_timeout_s, seconds_down, "source.faults.attempt_timeout_s")
+        self.recalled: Mapping[str, tuple[Trajectory, ...] | GivenUpPrompt] = {}
         self._retries_of: Counter[str] = Counter()
         self._has_told = False
 
@@ -142,6 +144,10 @@ class GroupRunner:
             RunFailedError: If the prompt is given up, and the run has now given up more prompts than it may.
             DataError: For a row that cannot be used, unless `on_bad_row: skip`.
         """
+        recalled = self.recalled.get(prompt.uid)
+        if isinstance(recalled, GivenUpPrompt):
+            self.given_up.add(recalled)
+            return recalled
         tasks = [prompt.task(sample) for sample in range(self.samples_per_prompt)]
         label, limit = "", None
         try:
@@ -151,7 +157,11 @@ class GroupRunner:
                 label = self.environment.label_of(tasks[0])
                 limit = self.environment.time_limit_of(label)
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
-            trajectories = await self._attempt_all(tasks, what, label, limit)
+            if recalled is None:
+                trajectories = await self._attempt_all(tasks, what, label, limit)
+            else:
+                trajectories = recalled
+                self._retries_of[prompt.uid] = sum(attempt.retries for attempt in recalled)
             group = Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
             for scorer in self.scorers:
                 group = await _scored(scorer, group, prompt)

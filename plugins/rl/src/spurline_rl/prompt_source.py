@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -29,7 +30,7 @@ from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.evaluation_configs import HeldOutConfig, success_problems
 from spurline_rl.group_runner import GivenUpPrompt, Outcome, carried, reasons_of, tags_of
 from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
-from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper
 from spurline_rl.kept_rollouts.table import KeptStep
 from spurline_rl.metrics import (
@@ -163,6 +164,20 @@ class PromptSource(BatchSource):
     def start(self, step: int, backend: Backend) -> None:
         self._backend = backend
         self._kept.start(step - 1)
+
+    def recall(self, run_dir: Path | None, step: int) -> None:
+        """Train in a step on the attempts that a run has kept for it, and make only those that it has not kept.
+
+        This has no effect with `router_replay`, `sampling.top_k` or rewards of a model, since such attempts are not
+        kept whole. It is called before the source starts, or before `after_update` of the step before.
+
+        Args:
+            run_dir: A run that began the step with the same weights and settings, or None to make all attempts.
+        """
+        settings = self._settings
+        # Rewards of models would be added once more.
+        is_whole = not (settings.router_replay or settings.sampling.top_k or settings.environment.model_rewards)
+        self._attempts.training.recalled = KeptRollouts(run_dir).outcomes(step) if run_dir and is_whole else {}
 
     def summary(self) -> Mapping[str, object]:
         config, facts = self._settings, self._prompts.summary()

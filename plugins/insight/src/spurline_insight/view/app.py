@@ -40,6 +40,7 @@ def make_app(runs: Sequence[ViewedRun]) -> Starlette:
         "runs": partial(_runs, runs),
         "series": partial(_series, runs),
         "evaluations": partial(_evaluations, runs),
+        "shares": partial(_shares, runs),
     }
     routes = [Route(f"/api/{name}", _endpoint(answer), methods=["GET"]) for name, answer in answers.items()]
     routes.append(Route("/api/{name}", _endpoint(_not_installed), methods=["GET"]))
@@ -117,3 +118,7 @@ def _series(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
 
 def _evaluations(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
     return [{"name": run.name, **_unless_unreadable(run.evaluations, tables=[])} for run in runs]
+
+
+def _shares(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
+    return [{"name": run.name, **_unless_unreadable(run.shares, steps=[])} for run in runs]

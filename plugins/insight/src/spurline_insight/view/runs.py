@@ -66,6 +66,11 @@ class ViewedRun:
         ]
         return {"tables": tables}
 
+    def shares(self) -> dict[str, Any]:
+        """Return `steps`: for each step that `spurline blame` has explained, the groups with their shares and texts."""
+        paths = sorted(self.run_dir.glob("blame/step-*.json"))
+        return {"steps": [read_mapping(path) for path in paths]}
+
     def _metrics(self) -> Sequence[Mapping[str, float]]:
         """Return the complete lines of metrics.jsonl. Read the file only if it has changed."""
         path = self.run_dir / METRICS_FILE

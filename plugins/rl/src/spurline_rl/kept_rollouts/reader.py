@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +29,9 @@ from numpy.typing import NDArray
 
 from spurline.errors import RunDirectoryError
 from spurline.files import regular_file
+from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.kept_rollouts.table import DETAILS, SCHEMA
+from spurline_rl.trajectory import Trajectory, Turn
 from spurline_text.token_pieces import shown, text_of
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -94,8 +98,8 @@ class KeptTurn:
         prompt_ids: int32 [P], all tokens before the response, including earlier turns.
         response_ids: int32 [A].
         finish_reason: See `spurline_rl.trajectory.Turn`.
-        reward: The sum of the rewards of the turn's tokens.
-        logprobs: float16 [A], the engine's logprobs when it sampled.
+        rewards: float32 [A], the reward of each token. The last one includes the weighted terms of the attempt.
+        logprobs: float32 [A], the engine's logprobs when it sampled.
         gap: float16 [A], the trained model's logprobs before the update minus `logprobs`. None for filtered attempts.
         advantages: float32 [A]. None for filtered attempts.
         versions: int32 [A], the step whose update produced the weights that generated the token.
@@ -107,14 +111,19 @@ class KeptTurn:
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
     finish_reason: str
-    reward: float | None
-    logprobs: NDArray[np.float16] | None
+    rewards: NDArray[np.float32] | None
+    logprobs: NDArray[np.float32] | None
     gap: NDArray[np.float16] | None
     advantages: NDArray[np.float32] | None
     versions: NDArray[np.int32] | None
     ages: NDArray[np.int32] | None
     loss_mask: NDArray[np.uint8]
     _pieces: _StoredPieces
+
+    @property
+    def reward(self) -> float | None:
+        """Return the sum of the rewards of the turn's tokens."""
+        return None if self.rewards is None else float(self.rewards.sum(dtype=np.float64))
 
     @property
     def prompt_text(self) -> str:
@@ -154,6 +163,7 @@ class KeptAttempt:
         rewards: Reward terms by name, before weights.
         advantage: The advantage of all tokens, or None if tokens have different advantages.
         retries: Number of failed tries before this attempt.
+        counts: Whether advantages compare other attempts with this one.
         info: The environment's `info` of the attempt.
         engines: Names of the engines that generated the tokens; empty if they have no names.
         finish_reason: Finish reason of the last turn.
@@ -171,6 +181,7 @@ class KeptAttempt:
     rewards: Mapping[str, float]
     advantage: float | None
     retries: int
+    counts: bool
     info: Mapping[str, Any]
     engines: Sequence[str]
     num_response_tokens: int
@@ -184,7 +195,7 @@ class KeptAttempt:
         """Return the calls of the model, in order."""
         stored = {name: self._values(name) for name in DETAILS if pa.types.is_list(DETAILS[name])}
         finish, *sizes = (stored.pop(f"turn_{name}") for name in ("finish", "prompt", "response"))
-        rewards, ids = stored.pop("turn_reward"), stored.pop("ids")
+        stored["rewards"], ids = stored.pop("token_rewards"), stored.pop("ids")
         stored["ages"] = None if stored["versions"] is None else self.step - 1 - stored["versions"]
         if stored["advantages"] is not None:
             stored["advantages"] = stored["advantages"].astype(np.float32)
@@ -198,12 +209,17 @@ class KeptAttempt:
                     prompt_ids=context[:prompt],
                     response_ids=context[prompt:],
                     finish_reason=str(finish[number]),
-                    reward=None if rewards is None else float(rewards[number]),
                     _pieces=self._pieces,
                     **fields,
                 )
             )
         return tuple(made)
+
+    def as_trajectory(self) -> Trajectory:
+        """Return the attempt as the step had it; see `KeptRollouts.outcomes`."""
+        names = ("prompt_ids", "response_ids", "finish_reason", "loss_mask", "logprobs", "versions", "rewards")
+        turns = tuple(Turn(**{name: getattr(turn, name) for name in names}) for turn in self.turns)
+        return Trajectory(self.uid, self.sample, turns, self.rewards, self.info, self.retries, self.counts)
 
     def _values(self, name: str) -> Any:
         values = self._table.column(name)[self._row].values
@@ -241,6 +257,23 @@ class KeptRollouts:
             for row in table.to_pylist():
                 if row.pop("status") == "given_up":
                     yield LostPrompt(**row | {"info": json.loads(row["info"] or "{}")})
+
+    def outcomes(self, step: int) -> Mapping[str, tuple[Trajectory, ...] | GivenUpPrompt]:
+        """Return for each prompt of a step, by uid, all its attempts with the same bits, or that it was given up.
+
+        Prompts with tokens that are older than the last update are left out. Turns have no `engines`, `support` and
+        `routed_experts`, which are not kept.
+        """
+        found: dict[str, tuple[Trajectory, ...] | GivenUpPrompt] = {
+            lost.uid: GivenUpPrompt(lost.uid, lost.draw, lost.reason, lost.info.get("environment", ""))
+            for lost in self.given_up([step])
+        }
+        for uid, attempts in groupby(self.attempts([step]), attrgetter("uid")):
+            made = tuple(attempt.as_trajectory() for attempt in attempts)
+            versions = [turn.versions for attempt in made for turn in attempt.turns]
+            if all(each is not None and bool((each == step - 1).all()) for each in versions):
+                found[uid] = made
+        return found
 
     def _tables(self, steps: Iterable[int] | None, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         files = step_files(self._run_dir)

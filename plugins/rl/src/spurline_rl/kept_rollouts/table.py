@@ -45,14 +45,15 @@ SEARCHED: Mapping[str, pa.DataType] = {
 DETAILS: Mapping[str, pa.DataType] = {
     "rewards": pa.string(),
     "retries": pa.int32(),
+    "counts": pa.bool_(),
     "info": pa.string(),
     "engines": pa.string(),
     "turn_prompt": _INT,
     "turn_response": _INT,
     "turn_finish": pa.list_(pa.string()),
-    "turn_reward": _FLOAT,
     "ids": _INT,
-    "logprobs": _HALF,
+    "logprobs": _FLOAT,
+    "token_rewards": _FLOAT,
     "gap": _HALF,
     "advantages": _HALF,
     "versions": _INT,
@@ -170,6 +171,7 @@ def _attempts_table(
         "response": ["\n".join(responses[start:end]) for start, end in pairwise(turn_ends.tolist())],
         "rewards": [_json({name: float(value) for name, value in attempt.rewards.items()}) for attempt in attempts],
         "retries": [attempt.retries for attempt in attempts],
+        "counts": [attempt.counts for attempt in attempts],
         "info": [_json(attempt.info) for attempt in attempts],
         "engines": [
             json.dumps([*dict.fromkeys(name for turn in attempt.turns for name in turn.engines)])
@@ -192,8 +194,7 @@ def _attempts_table(
         token_columns["advantages"] = scores["advantages"]
         columns["advantage"] = _same(scores["advantages"], starts, columns["tokens"])
     if "rewards" in token_columns:
-        rewards = np.append(0.0, np.cumsum(token_columns.pop("rewards"), dtype=np.float64))
-        columns["turn_reward"] = _lists(np.diff(rewards[_ends(flat.num_response)]), turn_ends, _FLOAT)
+        token_columns["token_rewards"] = token_columns.pop("rewards")
     columns |= {name: _lists(values, token_ends, DETAILS[name]) for name, values in token_columns.items()}
     arrays = [pa.array(columns.get(field.name, [None] * len(attempts)), field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)

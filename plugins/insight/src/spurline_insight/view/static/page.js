@@ -73,7 +73,7 @@ async function show() {
     else link.removeAttribute("aria-current");
   }
   try {
-    await { curves: showCurves, evaluation: showEvaluation, rollouts: showRollouts, attempt: showAttempt, diff: showDiff }[view](query);
+    await { curves: showCurves, evaluation: showEvaluation, rollouts: showRollouts, attempt: showAttempt, diff: showDiff, shares: showShares }[view](query);
     complain(null);
   } catch (error) {
     complain(error);
@@ -230,6 +230,30 @@ async function showEvaluation() {
       const head = make("tr", {}, ...["Step", ...table.metrics].map((name) => make("th", { scope: "col" }, name)));
       const rows = table.rows.map((row) => make("tr", {}, ...[row.step, ...row.values].map((value) => make("td", {}, short(value)))));
       section.append(make("h3", {}, table.set || "held-out data"),
+        make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));
+    }
+  });
+}
+
+// Shares of an update
+
+async function showShares() {
+  const section = byId("shares"), runs = await ask("shares");
+  section.replaceChildren();
+  runs.forEach((run, number) => {
+    section.append(make("h2", {}, swatch(number), run.name));
+    if (!run.steps.length) section.append(make("p", {}, run.error || "Run `spurline blame RUN_DIR --step N` to see which prompts or samples moved the weights in a step."));
+    for (const { step, num_groups, groups } of run.steps) {
+      const head = make("tr", {}, ...["Share", "Tokens with loss", "Rewards"].map((name) => make("th", { scope: "col" }, name)),
+        ...["Prompt or sample", "Text"].map((name) => make("th", { scope: "col", class: "text" }, name)));
+      const rows = groups.map((group) => {
+        const at = new URLSearchParams({ run: number, min_step: step, max_step: step, prompt: group.uid });
+        const name = group.rewards.length ? make("a", { href: "#rollouts?" + at }, group.uid) : group.uid;
+        const text = make("details", {}, make("summary", {}, group.text.slice(0, 100)), make("pre", { class: "tokens" }, group.text));
+        return make("tr", {}, make("td", {}, short(group.share)), make("td", {}, short(group.loss_tokens)),
+          make("td", {}, group.rewards.map(short).join(" ")), make("td", { class: "text" }, name), make("td", { class: "text" }, text));
+      });
+      section.append(make("h3", {}, `Step ${step}: the largest and the smallest shares in the update, of ${short(num_groups)}`),
         make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));
     }
   });
