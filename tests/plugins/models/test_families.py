@@ -16,8 +16,8 @@ from spurline.errors import ModelError
 from spurline_models.architecture import build_without_memory
 from spurline_models.device_profile import device_profile
 from spurline_models.probe import check_exactness
-from spurline_models.streams.stream_model import RowPass, StreamModel, idle_pass, row_passes
-from spurline_models.streams.token_stream import SegmentPlan, plan_segments, token_stream
+from spurline_models.streams.stream_model import StreamModel, idle_pass
+from spurline_models.streams.token_stream import Bucket, SegmentPlan, cut_buckets, token_stream
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
 # Shorter and longer than the windows and chunks of 5, equal lengths, and one token alone.
@@ -59,9 +59,9 @@ def test_rows_of_one_pass_and_of_many_and_idle_ones_give_the_same(monkeypatch: p
     wanted = as_a_batch(model)
     passes: list[int] = []
 
-    def many(plan: SegmentPlan, device: torch.device) -> list[RowPass]:
+    def many(plan: SegmentPlan, device: torch.device) -> list[Bucket]:
         # Never worth padding: a pass for each length.
-        found = row_passes(plan, 0, Tensor.contiguous)
+        found = cut_buckets(plan.lengths, 0, Tensor.contiguous, most_padding=1.0)
         passes.append(len(found))
         return [*found, idle_pass(int(plan.lengths.sum()), Tensor.contiguous)]
 
@@ -74,13 +74,12 @@ def test_rows_of_one_pass_and_of_many_and_idle_ones_give_the_same(monkeypatch: p
     "lengths", [[1] * 4000 + [*range(2, 60)], [3] * 200 + [1000], [*range(100, 1000, 14)], [7], [2, 300]]
 )
 def test_large_passes_have_at_most_as_much_padding_as_tokens(lengths: list[int]) -> None:
-    plan = plan_segments(np.array(lengths), 0, Tensor.contiguous)
-    passes = row_passes(plan, 8192, Tensor.contiguous)
-    assert [one.tokens.start for one in passes] == [0, *(one.tokens.stop for one in passes[:-1])]
-    assert passes[-1].tokens.stop == sum(lengths)
+    passes = cut_buckets(np.array(lengths), 8192, Tensor.contiguous, most_padding=1.0)
+    assert [one.start for one in passes] == [0, *(one.start + one.tokens for one in passes[:-1])]
+    assert passes[-1].start + passes[-1].tokens == sum(lengths)
     for one in passes:
-        slots = one.bucket.count * one.bucket.length
-        assert slots <= 8192 or slots <= 2 * one.bucket.tokens
+        slots = one.count * one.length
+        assert slots <= 8192 or slots <= 2 * one.tokens
 
 
 def test_the_page_has_the_table_of_these_families() -> None:

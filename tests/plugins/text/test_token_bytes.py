@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spurline.config.run_config import DataConfig
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_text import encoding, token_bytes
+from spurline_text import encoding
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.encoding import RowEncoder, Sample
 from spurline_text.testing.tokenization_contract import ListDataset
@@ -48,16 +48,14 @@ def outcomes(tokenizer: PreTrainedTokenizerFast, rows: list[Any], train_on: str)
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama3", "qwen3", "generation"])
-@given(rows=ROWS, train_on=st.sampled_from(["last_assistant", "all_assistants"]), at_once=st.sampled_from([3, 1 << 18]))
+@given(rows=ROWS, train_on=st.sampled_from(["last_assistant", "all_assistants"]))
 @settings(max_examples=50, deadline=None)
-def test_samples_equal_those_made_by_the_tokenizers_offsets(make_tokenizer, template, rows, train_on, at_once):
+def test_samples_equal_those_made_by_the_tokenizers_offsets(make_tokenizer, template, rows, train_on):
     tokenizer = make_tokenizer(template)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenBytes, "fits", staticmethod(lambda tokenizer: False))
         expected = outcomes(tokenizer, rows, train_on)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_bytes, "_AT_ONCE", at_once)
-        assert outcomes(tokenizer, rows, train_on) == expected
+    assert outcomes(tokenizer, rows, train_on) == expected
 
 
 def test_chats_of_a_byte_level_tokenizer_are_encoded_without_offsets(make_tokenizer, monkeypatch):

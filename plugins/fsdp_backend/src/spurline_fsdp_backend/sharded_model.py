@@ -47,17 +47,9 @@ from spurline_models.kernels import change_computing
 from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.streams.stream_model import (
-    RowPass,
-    ScoreModel,
-    StreamModel,
-    ValueModel,
-    excited,
-    idle_pass,
-    put_value_head,
-)
+from spurline_models.streams.stream_model import ScoreModel, StreamModel, ValueModel, excited, idle_pass, put_value_head
 from spurline_models.streams.token_logprobs import LogitReading
-from spurline_models.streams.token_stream import SegmentPlan, TokenStream
+from spurline_models.streams.token_stream import Bucket, SegmentPlan, TokenStream
 from spurline_models.weights import without_adapters
 from spurline_ranks.checkpoint import digest_of_ranks
 from spurline_ranks.pieces import Box, held_box, held_values
@@ -111,7 +103,7 @@ class ShardedStreamModel(StreamModel):
         entropy = None if inputs.entropy is None else join(inputs.entropy)
         return join(inputs.logprobs), entropy, {**stream.columns, **made}
 
-    def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
+    def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[Bucket]:
         """Return equally many passes on all ranks, since they gather each layer together. This is a collective."""
         passes = super()._row_passes(plan, device)
         most = torch.tensor(len(passes))

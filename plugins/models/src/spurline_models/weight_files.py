@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import safetensors.torch
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
@@ -20,30 +21,13 @@ from torch import Tensor
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointWriteError, ModelError, listing
 from spurline.tensor_files import BLOCK_BYTES, Values, header_of
-from spurline_models.adapters.adapter_weights import SETTINGS_FILE
 from spurline_text.hub import finding, refuse_adapter
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _FETCH = "Copy or download it again (in a Git clone with `git lfs pull`)."
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES: Mapping[str, torch.dtype] = safetensors.torch._TYPES
 """Dtypes by their names in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -54,11 +38,6 @@ def check_weight_files(model: ModelConfig) -> None:
     if model.init == "random" or not folder.is_dir():
         return
     refuse_adapter("model.path", model.path)
-    if (folder / SETTINGS_FILE).is_file():
-        raise ModelError(
-            f"model.path: {folder} has an {SETTINGS_FILE}, so it is an adapter. Set model.path to a model in which the "
-            "adapter is merged. If the folder has the weights of a whole model, remove the file."
-        )
     paths = _files_in(folder)
     if not paths:
         raise ModelError(_without_weights(folder))

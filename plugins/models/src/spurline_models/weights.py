@@ -78,6 +78,15 @@ class GroupedWeights:
         """All weights by their names in files, on device `meta`."""
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, tensor) of each weight."""
+        for group in self.groups:
+            yield from self.weights_of(group, {source: self.value(source) for source in group.sources}).items()
+
+    def value(self, source: str) -> Tensor:
+        """Return a tensor of the model. A quantized weight is converted back to floating point."""
+        return self.tensors[source]
+
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the group's weights by Hugging Face name, made of unsharded `tensors`, whose memory they may share."""
         raise NotImplementedError
@@ -104,16 +113,10 @@ class NamedWeights(GroupedWeights):
             self._layers = dict(adapted_layers(causal))
         self.groups = self._grouped(list(self._parts()))
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor) of each weight."""
-        for group in self.groups:
-            yield from self.weights_of(group, {source: self._value(source) for source in group.sources}).items()
-
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return revert_weight_conversion(self._causal, {part.name: self._whole(part, tensors) for part in group.parts})
 
-    def _value(self, source: str) -> Tensor:
-        """Return a tensor of the model. A quantized weight is converted back to floating point."""
+    def value(self, source: str) -> Tensor:
         layer = self._quantized.get(source)
         return self._read(self.tensors[source]) if layer is None else layer.held(self._read).values(layer.wide_dtype)
 

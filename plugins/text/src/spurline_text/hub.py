@@ -42,9 +42,9 @@ def finding(key: str, source: str) -> Iterator[None]:
 
 
 def refuse_adapter(key: str, source: str) -> None:
-    """Raise ModelError if the folder contains an adapter instead of a model. The error names the base model."""
+    """Raise ModelError if the folder contains an adapter. The error names the base model."""
     folder = Path(source)
-    if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
+    if not (folder / "adapter_config.json").is_file():
         return
     try:
         settings: Any = json.loads((folder / "adapter_config.json").read_bytes())
@@ -52,9 +52,10 @@ def refuse_adapter(key: str, source: str) -> None:
         settings = None
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     raise ModelError(
-        f"{key}: {source} is an adapter, not a model: it has an adapter_config.json and no config.json. Its base model "
-        f"is {base or 'not known'}. Merge the adapter into its base model with PEFT's `merge_and_unload` and "
-        "`save_pretrained`; for a run of Spurline, `spurline export RUN_DIR OUT` writes the merged model."
+        f"{key}: {source} is an adapter, not a model: it has an adapter_config.json. Its base model is "
+        f"{base or 'not known'}. Merge the adapter into its base model with PEFT's `merge_and_unload` and "
+        "`save_pretrained`; for a run of Spurline, `spurline export RUN_DIR OUT` writes the merged model. If the "
+        "folder has the weights of a whole model, remove the file."
     )
 
 

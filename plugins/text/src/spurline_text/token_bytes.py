@@ -9,8 +9,9 @@ Such a text is declined: it gets no mask here.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,6 @@ Masked = tuple[NDArray[np.int32], NDArray[np.uint8]]
 _KEEP_OFFSETS = ("ByteLevel", "TemplateProcessing")
 """Post-processors that do not change the offsets of tokens."""
 
-_AT_ONCE = 1 << 18
-"""Tokens whose bytes are joined at once. Joining takes about ten times the memory of the bytes."""
-
 
 class TokenBytes:
     """The bytes of each token of a byte-level tokenizer. Each token is looked up once."""
@@ -39,10 +37,6 @@ class TokenBytes:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._pieces = TokenPieces(tokenizer)
-        # Token i stands for `_bytes[_starts[i]:][:_sizes[i]]`. A token that was not looked up yet has size -1.
-        self._bytes = np.zeros(0, np.uint8)
-        self._starts = np.zeros(len(tokenizer), np.int64)
-        self._sizes = np.full(len(tokenizer), -1, np.int64)
 
     @staticmethod
     def fits(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -76,67 +70,23 @@ class TokenBytes:
         self, encodings: Sequence[Encoding], texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[Masked | None]:
         """Return tokens and mask of each text, or None for a declined text. `encodings` come from `encode`."""
-        lists = [encoding.ids for encoding in encodings]
-        ids = np.fromiter(chain.from_iterable(lists), np.int64)
-        sizes = self._sizes_of(ids)
-        written, byte_ends = self._written(ids, sizes), np.cumsum(sizes)
-        first_token = [0, *np.cumsum([len(found) for found in lists]).tolist()]
-        first_byte = np.append(np.int64(0), byte_ends)[first_token].tolist()
-        same = [
-            written[start:stop] == text.encode()
-            for (start, stop), text in zip(pairwise(first_byte), texts, strict=True)
-        ]
-        edges = _in_bytes(texts, [found if ok else () for found, ok in zip(spans, same, strict=True)], first_byte)
-        # A span covers the tokens that end after its start and start before its stop.
-        change = np.zeros(len(sizes) + 1, np.int64)
-        np.add.at(change, np.searchsorted(byte_ends, edges[:, 0], "right"), 1)
-        np.add.at(change, np.searchsorted(byte_ends - sizes, edges[:, 1], "left"), -1)
-        tokens, mask = ids.astype(np.int32), (np.cumsum(change[:-1]) > 0).astype(np.uint8)
-        return [
-            (tokens[start:stop], mask[start:stop]) if ok else None
-            for (start, stop), ok in zip(pairwise(first_token), same, strict=True)
-        ]
+        return [self._masked(*one) for one in zip(encodings, texts, spans, strict=True)]
 
-    def _sizes_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        # In a vocabulary with gaps, an id can be larger than the number of tokens.
-        more = int(ids.max(initial=-1)) + 1 - len(self._sizes)
-        if more > 0:
-            self._starts = np.append(self._starts, np.zeros(more, np.int64))
-            self._sizes = np.append(self._sizes, np.full(more, -1, np.int64))
-        sizes = self._sizes[ids]
-        if sizes.min(initial=0) < 0:
-            self._learn(np.unique(ids[sizes < 0]))
-            sizes = self._sizes[ids]
-        return sizes
-
-    def _learn(self, ids: NDArray[np.int64]) -> None:
-        pieces = self._pieces.of_all(ids.tolist())
-        self._sizes[ids] = [len(piece) for piece in pieces]
-        self._starts[ids] = len(self._bytes) + np.cumsum(self._sizes[ids]) - self._sizes[ids]
-        self._bytes = np.append(self._bytes, np.frombuffer(b"".join(pieces), np.uint8))
-
-    def _written(self, ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
-        parts: list[bytes] = []
-        for start in range(0, len(ids), _AT_ONCE):
-            some, counts = ids[start : start + _AT_ONCE], sizes[start : start + _AT_ONCE]
-            # If token i begins at byte e of the result, then result[e + b] is _bytes[_starts[i] + b].
-            places = np.repeat(self._starts[some] - np.cumsum(counts) + counts, counts)
-            places += np.arange(len(places))
-            parts.append(self._bytes[places].tobytes())
-        return b"".join(parts)
-
-
-def _in_bytes(texts: Sequence[str], spans: Sequence[Sequence[Span]], first_byte: Sequence[int]) -> NDArray[np.int64]:
-    """Return the non-empty spans as byte positions in the joined texts: int64 [spans, 2]."""
-    bounds: list[int] = []
-    for text, begin, found in zip(texts, first_byte, spans, strict=False):
-        for start, stop in found:
-            if start >= stop:
-                continue
-            if not text.isascii():
+    def _masked(self, encoding: Encoding, text: str, spans: Sequence[Span]) -> Masked | None:
+        ids = encoding.ids
+        pieces, written = self._pieces.of_all(ids), text.encode()
+        if b"".join(pieces) != written:
+            return None
+        # For short lists, these functions of Python are faster than those of numpy.
+        ends = list(accumulate(map(len, pieces)))
+        mask = np.zeros(len(ids), np.uint8)
+        for start, stop in spans:
+            if len(written) != len(text):
                 start, stop = len(text[:start].encode()), len(text[:stop].encode())
-            bounds += (begin + start, begin + stop)
-    return np.array(bounds, np.int64).reshape(-1, 2)
+            if start < stop:
+                # A span covers the tokens that end after its start and start before its stop.
+                mask[bisect_right(ends, start) : bisect_left(ends, stop) + 1] = 1
+        return np.array(ids, np.int32), mask
 
 
 def _keeps_offsets(processor: dict[str, Any]) -> bool:

@@ -37,7 +37,7 @@ class TokenPieces:
         return self.of_all([token_id])[0]
 
     def of_all(self, token_ids: list[int]) -> list[bytes]:
-        unknown = [token_id for token_id in token_ids if token_id not in self._known]
+        unknown = list({*token_ids}.difference(self._known))
         names: list[Any] = self._tokenizer.convert_ids_to_tokens(unknown) if unknown else []  # type: ignore[assignment]
         for token_id, name in zip(unknown, names, strict=True):
             self._known[token_id] = self._bytes(token_id, name)

@@ -53,10 +53,6 @@ class AdapterWeights(GroupedWeights):
             groups.append(WeightGroup((WeightPart(name, (source,)),), {name: shape}))
         self.tensors, self.groups = tensors, groups
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for group in self.groups:
-            yield from self.weights_of(group, self.tensors).items()
-
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {part.name: tensors[source].detach() for part in group.parts for source in part.sources}
 

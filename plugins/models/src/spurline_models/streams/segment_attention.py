@@ -210,14 +210,9 @@ def _for_grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
     """Attend within one bucket of [tokens, heads, D]. Padding comes after a row's tokens, so no token sees it."""
-    if bucket.slots is not None:
-        num_slots = bucket.count * bucket.length
-        query, key, value = (Pad.apply(part, bucket.slots, num_slots) for part in (query, key, value))
-    rows = (bucket.count, bucket.length)
-    query, key, value = (part.unflatten(0, rows).transpose(1, 2) for part in (query, key, value))
+    query, key, value = (bucket.rows(part).transpose(1, 2) for part in (query, key, value))
     output = _attend_rows(query, key, value, scores.for_lengths_up_to(bucket.length), dropout)
-    output = output.transpose(1, 2).flatten(0, 1)
-    return output if bucket.slots is None else Unpad.apply(output, bucket.slots)
+    return bucket.flat(output.transpose(1, 2))
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
@@ -281,36 +276,3 @@ def _attend_visible(
         query, key, value, visible, dropout, is_causal=visible is None, scale=scaling, enable_gqa=grouped
     )
     return output if scores.sinks is None else output[:, :, 1:, :value_width]
-
-
-class Pad(torch.autograd.Function):
-    """A copy of rows into slots of a zeroed tensor.
-
-    The backward pass gathers the slots, and does not need the rows. `index_copy_` alone would keep the rows for it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        return rows.new_zeros((num_slots, *rows.shape[1:])).index_copy_(0, slots, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return grads[0].index_select(0, slots), None, None
-
-
-class Unpad(torch.autograd.Function):
-    """The inverse of `Pad`. Slots are distinct, so the backward pass copies gradients instead of adding them up."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_slots = padded.shape[0]
-        return padded.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (slots,) = ctx.saved_tensors
-        padded = grads[0].new_zeros((ctx.num_slots, *grads[0].shape[1:]))
-        return padded.index_copy_(0, slots, grads[0]), None

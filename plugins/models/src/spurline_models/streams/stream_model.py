@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, Literal
 
@@ -32,7 +31,7 @@ from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
-from spurline_models.streams.segment_attention import ATTENTION_NAME, Unpad, padding_reason
+from spurline_models.streams.segment_attention import ATTENTION_NAME, padding_reason
 from spurline_models.streams.token_logprobs import LogitReading, OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, TokenStream, cut_buckets
 
@@ -197,23 +196,25 @@ class StreamModel:
     ) -> Tensor:
         device = input_ids.device
         parts: list[Tensor] = []
-        for row_pass in self._row_passes(plan, device):
+        for bucket in self._row_passes(plan, device):
             # Routers do not count the fill at the beginning of the stream.
-            fill = max(0, num_fill - row_pass.tokens.start)
-            slots = row_pass.bucket.slots
-            experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)
+            fill = max(0, num_fill - bucket.start)
+            experts = None if routed_experts is None else bucket.rows(bucket.of(routed_experts), -1).flatten(0, 1)
+            # Padding continues the positions. Models may take a jump for a new segment.
+            first = bucket.rows(bucket.of(position_ids))[:, :1]
             hidden = self._decoder_output(
-                row_pass.rows(input_ids),
-                row_pass.positions(position_ids),
+                bucket.rows(bucket.of(input_ids)),
+                first + torch.arange(bucket.length, device=device),
                 experts,
-                slice(fill, None) if slots is None else slots[fill:],
-                slice(row_pass.tokens.start + fill, row_pass.tokens.stop),
+                slice(fill, None) if bucket.slots is None else bucket.slots[fill:],
+                slice(bucket.start + fill, bucket.start + bucket.tokens),
             )
-            parts.append(row_pass.stream(hidden))
+            parts.append(bucket.flat(hidden))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        return row_passes(plan, _SLOTS_PER_PASS.get(device.type, 0), DeviceProfile(device).send)
+    def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[Bucket]:
+        slots = _SLOTS_PER_PASS.get(device.type, 0)
+        return cut_buckets(plan.lengths, slots, DeviceProfile(device).send, most_padding=1.0)
 
     def _decoder_output(
         self,
@@ -369,49 +370,6 @@ def evaluation_mode(causal: nn.Module) -> Iterator[None]:
         causal.train(was_training)
 
 
-@dataclass(frozen=True)
-class RowPass:
-    """Segments of a stream that the decoder reads in one pass, as rows that are padded on the right.
-
-    Causal layers do not see later positions, so each segment gets the same results as it would alone. `tokens` is
-    the range of the stream that the segments cover.
-    """
-
-    tokens: slice
-    bucket: Bucket
-
-    def rows(self, values: Tensor, padding: int = 0) -> Tensor:
-        """Arrange values [T, ...] of the stream as [rows, length, ...], without gradient."""
-        part = values[self.tokens]
-        bucket = self.bucket
-        if bucket.slots is not None:
-            padded = part.new_full((bucket.count * bucket.length, *part.shape[1:]), padding)
-            part = padded.index_copy_(0, bucket.slots, part)
-        return part.unflatten(0, (bucket.count, bucket.length))
-
-    def positions(self, values: Tensor) -> Tensor:
-        """Arrange positions [T] as [rows, length]. Padding continues them. Models may take a jump for a new segment."""
-        return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
-
-    def stream(self, rows: Tensor) -> Tensor:
-        """Convert [rows, length, ...] to [tokens, ...] in the order of the stream."""
-        flat = rows.flatten(0, 1)
-        return flat if self.bucket.slots is None else Unpad.apply(flat, self.bucket.slots)
-
-
-def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
-    """Return the passes over a stream, in order. A pass of more than `slots_per_pass` slots is at most half padding.
-
-    `slots_per_pass` is the number of padding slots that cost as much time as a pass.
-    """
-    passes: list[RowPass] = []
-    start = 0
-    for bucket in cut_buckets(plan.lengths, slots_per_pass, send, most_padding=1.0):
-        passes.append(RowPass(slice(start, start + bucket.tokens), bucket))
-        start += bucket.tokens
-    return passes
-
-
-def idle_pass(after: int, send: Send) -> RowPass:
+def idle_pass(after: int, send: Send) -> Bucket:
     """Return a dummy pass over one row of two padding tokens, after a stream of `after` tokens."""
-    return RowPass(slice(after, after), Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64))))
+    return Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64)), after)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -28,16 +28,66 @@ Send = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring segments that one attention call computes, as `count` padded rows of `length`.
+    """Neighbouring segments that one call computes, as `count` rows of `length`, padded on the right.
 
-    `tokens` is their number of tokens. `slots` is int64 [tokens], the position of each token among the count * length
-    slots. It is None if there is no padding.
+    Causal layers do not see later positions, so each segment gets the same results as it would alone. `tokens` is their
+    number of tokens, and `start` the stream position of the first. `slots` is int64 [tokens], the position of each
+    token among the count * length slots. It is None if there is no padding.
     """
 
     count: int
     length: int
     tokens: int
     slots: Tensor | None
+    start: int = 0
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the bucket's part of the values [T, ...] of the stream."""
+        return values[self.start : self.start + self.tokens]
+
+    def rows(self, values: Tensor, padding: int = 0) -> Tensor:
+        """Arrange values [tokens, ...] as [count, length, ...]."""
+        if self.slots is not None:
+            values = cast(Tensor, _Pad.apply(values, self.slots, self.count * self.length, padding))
+        return values.unflatten(0, (self.count, self.length))
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """Turn [count, length, ...] back into [tokens, ...]."""
+        flat = rows.flatten(0, 1)
+        return flat if self.slots is None else cast(Tensor, _Unpad.apply(flat, self.slots))
+
+
+class _Pad(torch.autograd.Function):
+    """A copy of rows into slots of a tensor that is filled with `padding`.
+
+    The backward pass gathers the slots, and does not need the rows. `index_copy_` alone would keep the rows for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int, padding: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return rows.new_full((num_slots, *rows.shape[1:]), padding).index_copy_(0, slots, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grads[0].index_select(0, slots), None, None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The inverse of `_Pad`. Slots are distinct, so the backward pass copies gradients instead of adding them up."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.num_slots = padded.shape[0]
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (slots,) = ctx.saved_tensors
+        padded = grads[0].new_zeros((ctx.num_slots, *grads[0].shape[1:]))
+        return padded.index_copy_(0, slots, grads[0]), None
 
 
 class AttentionExchange(Protocol):
@@ -256,7 +306,8 @@ def cut_buckets(
 
     Buckets of more than `slots_per_call` slots have at most `most_padding` padding slots per token.
     """
-    return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call, most_padding))
+    ranges = _cut(lengths, slots_per_call, most_padding)
+    return tuple(_bucket(lengths[start:stop], int(lengths[:start].sum()), send) for start, stop in ranges)
 
 
 def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
@@ -280,10 +331,10 @@ def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -
     return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True))
 
 
-def _bucket(lengths: NDArray[np.int64], send: Send) -> Bucket:
+def _bucket(lengths: NDArray[np.int64], begin: int, send: Send) -> Bucket:
     count, longest, tokens = len(lengths), int(lengths[-1]), int(lengths.sum())
     if tokens == count * longest:
-        return Bucket(count, longest, tokens, None)
+        return Bucket(count, longest, tokens, None, begin)
     padding_before = np.arange(count) * longest - (np.cumsum(lengths) - lengths)
     slots = np.arange(tokens) + np.repeat(padding_before, lengths)
-    return Bucket(count, longest, tokens, send(torch.from_numpy(slots)))
+    return Bucket(count, longest, tokens, send(torch.from_numpy(slots)), begin)
