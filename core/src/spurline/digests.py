@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import xxhash
@@ -51,12 +50,10 @@ class HashedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Close the file even if the last bytes cannot be written.
         with self._file:
-            if error is None:
+            if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 

@@ -72,13 +72,6 @@ class RunDirectory:
         for folder in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
             remove_unfinished(folder)
 
-    def obstacle(self) -> str | None:
-        """Return why a run cannot write to this folder, such as `/data is not a folder`, or None if it can."""
-        nearest = next((path for path in (self.path, *self.path.parents) if os.path.lexists(path)), self.path)
-        if not nearest.is_dir():
-            return f"{nearest} is not a folder"
-        return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is not writable for this user"
-
     def check_present(self) -> None:
         """Raise RunDirectoryLostError unless the folder that was opened is still at its path."""
         assert self._lock is not None, f"{self.path} is not open"

@@ -6,6 +6,7 @@ first prompt, and estimates memory from the model's architecture. It loads no we
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from spurline.errors import ConfigError, RunDirectoryError, UserError
 from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, prepare
-from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import quantity
 from spurline.update.update import columns_from_source
 from spurline_models.architecture import load_model_config
@@ -136,11 +136,14 @@ def _model(model: ModelConfig) -> _Model:
 
 
 def _check_run_dir(config: RunConfig) -> None:
-    obstacle = RunDirectory(config.run_dir).obstacle()
-    if obstacle is not None:
-        raise RunDirectoryError(
-            f"run_dir {config.run_dir} cannot be written: {obstacle}. Choose another with --set run_dir=PATH."
-        )
+    run_dir = config.run_dir
+    nearest = next((path for path in (run_dir, *run_dir.parents) if os.path.lexists(path)), run_dir)
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return
+    why = "writable for this user" if nearest.is_dir() else "a folder"
+    raise RunDirectoryError(
+        f"run_dir {run_dir} cannot be written: {nearest} is not {why}. Choose another with --set run_dir=PATH."
+    )
 
 
 def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:

@@ -114,8 +114,6 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
     earlier = checkpoint.manifest.get("history", [])
     kept = loaded.settled(checkpoint.config)
     changes = permitted_changes(checkpoint, kept, request)
-    # Earlier versions recorded `auto` itself.
-    kept = kept.settled({})
     saved = checkpoint.manifest.get("versions", {})
     notes = [
         f"Resuming from {checkpoint.path} (step {checkpoint.step}).",
