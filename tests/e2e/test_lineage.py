@@ -97,6 +97,23 @@ def test_a_changed_fork_equals_its_parent_up_to_the_first_step_that_the_change_t
     assert read_lineage(hotter)[3]["rollouts"] != then[3]["rollouts"]
 
 
+def test_a_fork_generates_where_its_parent_went_on_with_other_settings(
+    rl_config: Config, spurline: Spurline, noise: Callable[[], None]
+) -> None:
+    config = recorded(rl_config, steps=3)
+    train(config)
+    hot = {**config["source"], "sampling": {**config["source"]["sampling"], "temperature": 1.5}}
+    parent = Path(train(config, steps=4, source=hot, allow_change=["source.sampling"]).run_dir)
+    fork = parent.with_name("fork")
+    noise()
+    code, _, err = spurline("fork", f"{parent}@2", "--steps", 4, "--run-dir", fork)
+    assert code == 0, err
+    then, now = (read_lineage(folder) for folder in (parent, fork))
+    assert now[3]["chain"] == then[3]["chain"]
+    assert now[4]["rollouts"] != then[4]["rollouts"]
+    assert "From step 4 on, rollouts are generated" in err
+
+
 def test_a_fork_may_change_what_a_resume_refuses_but_not_what_its_checkpoint_does_not_fit(
     base_config: Config, spurline: Spurline
 ) -> None:

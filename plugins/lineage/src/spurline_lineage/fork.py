@@ -98,7 +98,7 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
     problems = [problem for problem in _problems(loaded) if problem not in known]
     if problems:
         raise ConfigError(problems, f"the fork of {checkpoint.path}")
-    _recall(loaded, run_dir, checkpoint.step + 1, parent)
+    loaded.host.attach(_ParentsRollouts(run_dir, checkpoint.step + 1), "lineage/rollouts")
     if not new_dir.exists() or (new_dir.is_dir() and not any(new_dir.iterdir())):
         _copy_checkpoint(run_dir, checkpoint, loaded)
     elif not _is_fork(new_dir, run_dir, checkpoint):
@@ -117,7 +117,7 @@ class _Recalls(Protocol):
 
 @dataclass
 class _ParentsRollouts:
-    """Hooks that let a run train on the rollouts that its parent has kept, while both have the same weights.
+    """Hooks that let a run train on the rollouts of its parent, while the same weights and settings make them.
 
     Attributes:
         first_step: The step for which the checkpoint proves that the weights are equal. In later steps, the hashes of
@@ -128,7 +128,7 @@ class _ParentsRollouts:
     first_step: int
     _run: RunView | None = field(default=None, init=False)
     _is_equal: tuple[bool, bool] = field(default=(False, True), init=False)
-    """Whether the last step and the next one begin with weights that are known to be those of the parent."""
+    """Whether the parent has made the rollouts of the last step, and of the next one, as this run would make them."""
 
     @hookimpl
     def on_run_start(self, run: RunView) -> None:
@@ -144,26 +144,25 @@ class _ParentsRollouts:
     @hookimpl
     def on_step_start(self, step: int) -> None:
         if self._is_equal == (True, False):
-            tell(f"From step {step} on, rollouts are generated: {self.parent} has none from weights known to be equal.")
+            tell(
+                f"From step {step} on, rollouts are generated: {self.parent} has none from equal weights and settings."
+            )
 
     def _begin(self, step: int) -> None:
-        """Compare the weights with which a step begins, and let it use the parent's rollouts if they are equal."""
+        """Compare the weights and the settings of a step, and let it use the parent's rollouts if they are equal."""
         assert self._run is not None, "hooks are called before on_run_start"
         if not isinstance(source := self._run.source, _Recalls):
             return
-        was_equal, is_equal = self._is_equal[1], step == self.first_step
-        if was_equal and not is_equal:
+        was_equal = self._is_equal[1]
+        changed = differences(settings_at(self.parent, step), self._run.config) if was_equal else ()
+        is_equal = was_equal and all(
+            change.mark is OnResume.FREE or _AFTER_ROLLOUTS.match(change.key) for change in changed
+        )
+        if is_equal and step != self.first_step:
             recorded = read_lineage(self.parent).get(step, {}).get("weights_before")
             is_equal = recorded is not None and recorded == policy_hash(self._run.backend)
         self._is_equal = was_equal, is_equal
         source.recall(self.parent if is_equal else None, step)
-
-
-def _recall(loaded: LoadedConfig, run_dir: Path, first_step: int, parent: LoadedConfig) -> None:
-    """Let a run use the rollouts of its parent, whose config is `parent`, if the same settings shape them."""
-    changed = differences(parent.resolved(), loaded.config)
-    if all(change.mark is OnResume.FREE or _AFTER_ROLLOUTS.match(change.key) for change in changed):
-        loaded.host.attach(_ParentsRollouts(run_dir, first_step), "lineage/recalls")
 
 
 def _problems(loaded: LoadedConfig) -> list[Problem]:
@@ -270,7 +269,8 @@ def trained_again(
         if checkpoint is not None:
             _copy_checkpoint(run_dir, checkpoint, loaded)
         if recalls:
-            _recall(loaded, run_dir, 0 if checkpoint is None else checkpoint.step + 1, _load(settings, (), folder))
+            first_step = 0 if checkpoint is None else checkpoint.step + 1
+            loaded.host.attach(_ParentsRollouts(run_dir, first_step), "lineage/rollouts")
         for number, hook in enumerate((_StopAfter(last_step), *hooks)):
             loaded.host.attach(hook, f"lineage/again-{number}")
         # The terminal shows the steps as progress. Only the answer of a command is its output.
