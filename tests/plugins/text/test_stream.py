@@ -243,14 +243,14 @@ def test_a_hub_stream_goes_on_where_it_was(tmp_path: Path) -> None:
         return made
 
     for cut in (0, 1, 8, 33):
-        reader = TableReader(open_rows(), "org/rows", None)
+        reader = TableReader(open_rows(), "org/rows", None, {})
         for _ in range(cut):
             assert reader.read() is not None
         position = json.loads(json.dumps(reader.position()))
         # A run that ends before it reads on keeps its place all the same.
-        untouched = TableReader(open_rows(), "org/rows", position)
+        untouched = TableReader(open_rows(), "org/rows", position, {})
         assert untouched.position() == position
-        again = TableReader(open_rows(), "org/rows", untouched.position())
+        again = TableReader(open_rows(), "org/rows", untouched.position(), {})
         rest = []
         while (row := again.read()) is not None:
             rest.append((row.values, row.location))

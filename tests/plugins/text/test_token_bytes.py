@@ -96,14 +96,3 @@ def test_characters_without_a_token_are_declined_and_not_passed_over():
     assert whole is not None
     assert (whole[0].tolist(), whole[1].tolist()) == ([0, 1], [0, 1])
     assert cut is None
-
-
-def test_a_tokenizer_that_changes_most_texts_is_asked_for_offsets_at_once(make_tokenizer):
-    tokenizer = make_tokenizer("chatml")
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "bb")
-    config = HfDatasetConfig(path="rows.jsonl")
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab"}]}] * 3
-    encoder = RowEncoder(DatasetToTokenize(ListDataset(rows), config), tokenizer, DataConfig(train=(config,)))
-    first, second = encoder.encode(range(3)), encoder.encode(range(3))
-    assert encoder._token_bytes is None
-    assert [sample.loss_mask.tolist() for sample in first] == [sample.loss_mask.tolist() for sample in second]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -289,9 +289,17 @@ class TransformersBackendConfig(ModelBackendConfig):
         return [*adapters, *missing_kernels(self.kernels, self.on)]
 
 
+@runtime_checkable
+class HasAdapters(Protocol):
+    """Settings of a backend that may train adapters."""
+
+    @property
+    def adapters(self) -> LoraConfig | None: ...
+
+
 def adapters_of(run: RunConfig) -> LoraConfig | None:
     """Return the settings of the run's adapters, or None if the run trains weights instead."""
-    return run.backend.adapters if isinstance(run.backend, ModelBackendConfig) else None
+    return run.backend.adapters if isinstance(run.backend, HasAdapters) else None
 
 
 def _part(name: str, what: str) -> Any:

@@ -8,8 +8,8 @@ changes no weights, gradients, modes or generators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from spurline.errors import ModelError, SpurlineError
 from spurline_models.architecture import decoder_layers, vocabulary_size
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_replay import ExpertRouting
-from spurline_models.experts.routers import find_routers
+from spurline_models.experts.routers import find_routers, why_not_replayed
 from spurline_models.kernels import kernels_of, own_code
 from spurline_models.streams.segment_attention import observed_windows
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode, excited, other_attention
@@ -96,12 +96,10 @@ def rounded_layers(layers: Iterable[nn.Module]) -> Iterator[None]:
         # The factor needs fp32: next to 1, bf16 has no values that are this close.
         hidden.mul_(1 + signs.to(hidden.device) * 2**-8)
 
-    handles = [layer.register_forward_hook(hook) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def distance(
@@ -156,7 +154,7 @@ def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precis
 def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
     """Raise ModelError if the run replays or balances routers, and the routers of this model do not allow it.
 
-    Each router runs on a few tokens. `RouterTest` describes the conditions of replay.
+    Each router runs on a few tokens. `why_not_replayed` describes the conditions of replay.
     """
     if not (replays or balances):
         return
@@ -169,10 +167,8 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
         def hidden(experts: Tensor | None = None) -> Tensor:
             return model.hidden(stream.input_ids, stream.position_ids, stream.plan, experts)
 
-        with routing.noting() as noted, routing.testing() as test:
-            hidden()
         if replays:
-            found = test.problem(len(routing.routers)) or _first_not_replayed(routing, noted, hidden)
+            found = _first_not_replayed(routing, hidden)
             if found is not None:
                 raise ModelError(f"{name} {found}, so source.router_replay must be false for this model.")
         if balances:
@@ -185,10 +181,24 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
                 )
 
 
-def _first_not_replayed(
-    routing: ExpertRouting, noted: Mapping[int, Tensor], hidden: Callable[[Tensor], Tensor]
-) -> str | None:
+def _first_not_replayed(routing: ExpertRouting, hidden: Callable[..., Tensor]) -> str | None:
     """Return why recorded experts do not reach all routers, or None if they do."""
+    reasons: list[str | None] = []
+
+    def try_out(router: nn.Module, args: Any, kwargs: Any) -> None:
+        reason = why_not_replayed(router, args, kwargs)
+        reasons.append(reason and f"has a {type(router).__name__}, which {reason}")
+
+    with ExitStack() as hooks:
+        for router in routing.routers.values():
+            hooks.enter_context(router.register_forward_pre_hook(try_out, with_kwargs=True))
+        hidden()
+    if len(reasons) < len(routing.routers):
+        return f"has {len(routing.routers)} routers, and uses {len(reasons)} of them"
+    if any(reasons):
+        return next(filter(None, reasons))
+    with routing.noting() as noted:
+        hidden()
     if noted.keys() != routing.routers.keys() or len({experts.shape[1] for experts in noted.values()}) > 1:
         return "has routers that choose different numbers of experts for a token"
     others = torch.from_numpy(routing.as_array(noted))
@@ -402,8 +412,5 @@ def _decoder_output(model: StreamModel, factor: float = 1.0) -> Iterator[list[Te
         output.last_hidden_state = output.last_hidden_state * factor
         return output
 
-    handle = model.decoder.register_forward_hook(hook)
-    try:
+    with model.decoder.register_forward_hook(hook):
         yield seen
-    finally:
-        handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -53,20 +53,13 @@ class WeightBucket:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the bucket as JSON values, without `tensors`."""
-        places = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
-        return {
-            "transport": self.transport,
-            "places": places,
-            "where": dict(self.where),
-            "machine": self.machine,
-            "receiver": self.receiver,
-        }
+        return asdict(replace(self, tensors=()))
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WeightBucket:
         """Make a bucket from the result of `to_plain`."""
-        places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain["places"])
-        return cls(plain["transport"], places, plain["where"], machine=plain["machine"], receiver=plain["receiver"])
+        places = tuple(TensorPlace(**{**place, "shape": tuple(place["shape"])}) for place in plain["places"])
+        return cls(**{**plain, "places": places, "tensors": ()})
 
 
 PublishedPart = Literal["model", "adapter"]

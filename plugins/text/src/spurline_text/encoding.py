@@ -31,9 +31,6 @@ NO_LOSS_TOKENS_AFTER_TRUNCATION = "no_loss_tokens_after_truncation"
 TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
 TOO_LONG = "too_long"
 
-_MOST_DECLINED = 4
-"""If `TokenBytes` declines more than one text in four, encoding all texts with offsets is faster."""
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -85,16 +82,8 @@ class PreparedRows:
         return [item for item in self.items if isinstance(item, _Text) and item.is_chat == is_chat]
 
 
-@dataclass(frozen=True)
-class EncodedTexts:
-    """The encodings of the chats and of the plain texts in PreparedRows, in the order of the rows.
-
-    If `by_bytes` is None, the encodings of the chats have offsets. Otherwise `by_bytes` makes their masks.
-    """
-
-    by_bytes: TokenBytes | None
-    chats: Sequence[Encoding]
-    others: Sequence[Encoding]
+EncodedTexts = tuple[Sequence[Encoding], Sequence[Encoding]]
+"""The encodings of the chats and of the plain texts in PreparedRows, in the order of the rows."""
 
 
 class RowEncoder:
@@ -140,24 +129,21 @@ class RowEncoder:
         others = [item.text for item in prepared.texts(is_chat=False)]
         by_bytes = self._token_bytes
         encoded = encode_batch(self._tokenizer, chats, is_chat=True) if by_bytes is None else by_bytes.encode(chats)
-        return EncodedTexts(by_bytes, encoded, encode_batch(self._tokenizer, others, is_chat=False))
+        return encoded, encode_batch(self._tokenizer, others, is_chat=False)
 
-    def _masked_chats(self, chats: Sequence[_Text], encoded: EncodedTexts) -> list[Masked]:
-        if encoded.by_bytes is None:
-            return _by_offsets(chats, encoded.chats)
-        found = encoded.by_bytes.masked(encoded.chats, [item.text for item in chats], [item.spans for item in chats])
+    def _masked_chats(self, chats: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
+        if self._token_bytes is None:
+            return _by_offsets(chats, encodings)
+        found = self._token_bytes.masked(encodings, [item.text for item in chats], [item.spans for item in chats])
         declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
-        if len(declined) * _MOST_DECLINED > len(chats):
-            # Later texts will probably be declined as often, so encode them with offsets.
-            self._token_bytes = None
         again = encode_batch(self._tokenizer, [item.text for item in declined], is_chat=True)
         others = iter(_by_offsets(declined, again))
         return [masked if masked is not None else next(others) for masked in found]
 
     def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
         """Return the samples and dropped rows. Raises the error of the first bad row."""
-        chats = iter(self._masked_chats(prepared.texts(is_chat=True), encoded))
-        others = iter(_by_offsets(prepared.texts(is_chat=False), encoded.others))
+        chats = iter(self._masked_chats(prepared.texts(is_chat=True), encoded[0]))
+        others = iter(_by_offsets(prepared.texts(is_chat=False), encoded[1]))
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):
             if isinstance(item, Dropped):

@@ -25,7 +25,7 @@ from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
 from spurline.errors import DataError, ModelError
 from spurline_models.architecture import decoder_layers, experts_per_token, num_experts
 from spurline_models.experts.router_balance import StreamBalance
-from spurline_models.experts.routers import Choice, RouterTest, RouterWatch, find_routers, sizes_of
+from spurline_models.experts.routers import Choice, RouterWatch, find_routers, sizes_of
 
 Watcher = TypeVar("Watcher")
 
@@ -42,9 +42,6 @@ class ExpertLoads:
     @torch.no_grad()
     def add(self, layer: int, experts: Tensor, num_experts: int, counted: slice | Tensor) -> None:
         """Count the experts [T, top_k] of a layer, for the `counted` tokens only. The others are padding."""
-        # In the backward pass, recomputed layers repeat choices that have already been counted.
-        if torch._C._current_graph_task_id() != -1:
-            return
         chosen = experts[counted].flatten()
         if layer not in self._sums:
             self._sums[layer] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
@@ -90,7 +87,6 @@ class ExpertRouting:
         self._given: dict[int, Tensor | None] = {}
         self._noted: dict[int, Tensor] | None = None
         self._to_balance: dict[int, Choice] = {}
-        self._test: RouterTest | None = None
         self.loads: ExpertLoads | None = None
         """If set, it counts the tokens of each expert."""
         self.balance: StreamBalance | None = None
@@ -120,10 +116,6 @@ class ExpertRouting:
     def noting(self) -> AbstractContextManager[dict[int, Tensor]]:
         """Record the chosen experts [T, top_k] of a forward pass in the context, keyed by the number of the layer."""
         return self.watching("_noted", {})
-
-    def testing(self) -> AbstractContextManager[RouterTest]:
-        """Test every router before it runs in the context."""
-        return self.watching("_test", RouterTest())
 
     @contextmanager
     def watching(self, name: str, watcher: Watcher) -> Iterator[Watcher]:
@@ -159,8 +151,6 @@ class ExpertRouting:
         return args, {name: value for name, value in kwargs.items() if name != ROUTED_EXPERTS}
 
     def _run(self, number: int, router: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._test is not None:
-            self._test.try_out(router, forward, args, kwargs)
         given = self._given.pop(number, None)
         if given is None and self._noted is None and self.loads is None and self.balance is None:
             return forward(*args, **kwargs)

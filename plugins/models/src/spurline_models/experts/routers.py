@@ -2,7 +2,7 @@
 
 Routers choose experts with one call of `topk` on scores [T, E]. `RouterWatch` watches this call while the router's own
 code runs, and may replace the result of the call. The router's code then computes weights for the replaced experts.
-`RouterTest` tests whether this works for a router.
+`why_not_replayed` tests whether this works for a router.
 """
 
 from __future__ import annotations
@@ -141,49 +141,28 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
     yield from (output for output in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(output))
 
 
-@dataclass
-class RouterTest:
-    """A test of whether choices can be replayed in every router that runs.
+def why_not_replayed(router: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """Return why choices cannot be replayed in the router, found by running it on this input, or None if they can.
 
-    If a router gets its own choice back, its results must stay the same. If it gets other experts, it must give them
-    weights. `failure` describes the first router that failed. `tried` counts the routers that have run.
+    If the router gets its own choice back, its results must stay the same. If it gets other experts, it must give them
+    weights.
     """
-
-    failure: str | None = None
-    tried: int = 0
-
-    def try_out(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run the router a few times on its input."""
-        self.tried += 1
-        reason = self._what_fails(router, forward, args, kwargs)
-        if reason is not None and self.failure is None:
-            self.failure = f"has a {type(router).__name__}, which {reason}"
-
-    def problem(self, num_routers: int) -> str | None:
-        """Return why the choices in a model with `num_routers` routers cannot be replayed, or None if they can."""
-        if self.tried < num_routers:
-            return f"has {num_routers} routers, and uses {self.tried} of them"
-        return self.failure
-
-    def _what_fails(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-        own, choice = _run(router, forward, args, kwargs, None)
-        if choice is None:
-            return "does not choose its experts with one call of topk"
-        again, _ = _run(router, forward, args, kwargs, choice.experts)
-        if not all(torch.equal(one, other) for one, other in zip(_tensors(own), _tensors(again), strict=True)):
-            return "gives other results for the experts that it chose itself"
-        # Like the chosen experts, the experts after them are distinct.
-        others = (choice.experts + 1) % sizes_of(router).num_experts
-        replaced, _ = _run(router, forward, args, kwargs, others)
-        weights = [one for one in _tensors(replaced) if one.shape == others.shape and one.is_floating_point()]
-        if not all(bool((one.isfinite() & (one != 0)).all()) for one in weights):
-            return "gives no weight to experts that it would not have chosen"
-        return None
+    own, choice = _run(router, args, kwargs, None)
+    if choice is None:
+        return "does not choose its experts with one call of topk"
+    again, _ = _run(router, args, kwargs, choice.experts)
+    if not all(torch.equal(one, other) for one, other in zip(_tensors(own), _tensors(again), strict=True)):
+        return "gives other results for the experts that it chose itself"
+    # Like the chosen experts, the experts after them are distinct.
+    others = (choice.experts + 1) % sizes_of(router).num_experts
+    replaced, _ = _run(router, args, kwargs, others)
+    weights = [one for one in _tensors(replaced) if one.shape == others.shape and one.is_floating_point()]
+    if not all(bool((one.isfinite() & (one != 0)).all()) for one in weights):
+        return "gives no weight to experts that it would not have chosen"
+    return None
 
 
-def _run(
-    router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, given: Tensor | None
-) -> tuple[Any, Choice | None]:
+def _run(router: nn.Module, args: Any, kwargs: Any, given: Tensor | None) -> tuple[Any, Choice | None]:
     with RouterWatch(router, given) as watch:
-        outputs = forward(*args, **kwargs)
+        outputs = router.forward(*args, **kwargs)
     return outputs, watch.choice(outputs)

@@ -5,13 +5,14 @@ The storages of tensors are moved. The tensors stay the same objects, so optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from spurline.errors import RunFailedError
 from spurline_models.device_profile import DeviceProfile
@@ -146,14 +147,7 @@ def refuse(what: str) -> NoReturn:
 
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield all tensors in the values of nested mappings, lists and tuples, such as an optimizer's state."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in cast(Mapping[Any, object], value).values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in cast(Sequence[object], value):
-            yield from tensors_in(part)
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _local(tensor: Tensor) -> Tensor:

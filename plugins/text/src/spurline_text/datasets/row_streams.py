@@ -69,10 +69,8 @@ def _files(config: HfStreamConfig) -> list[Path]:
 class JsonLinesReader:
     """Reads the lines of files. Its position is the number of the file, and the next byte and line in the file."""
 
-    def __init__(
-        self, files: Sequence[Path], position: Mapping[str, Any] | None, constants: Mapping[str, Any] | None = None
-    ) -> None:
-        self._files, self._constants = files, constants or {}
+    def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None, constants: Mapping[str, Any]) -> None:
+        self._files, self._constants = files, constants
         self._open(*(position["file"], *position["place"]) if position else (0, 0, 1))
 
     def _open(self, number: int, offset: int, line: int) -> None:
@@ -111,9 +109,9 @@ class TableReader:
         rows: datasets.IterableDataset,
         name: str,
         position: Mapping[str, Any] | None,
-        constants: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any],
     ) -> None:
-        self._table, self._name, self._constants = rows, name, constants or {}
+        self._table, self._name, self._constants = rows, name, constants
         self._row = int(position["row"]) if position else 0
         self._begun_at = position
         if position:
