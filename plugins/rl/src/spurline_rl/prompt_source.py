@@ -170,9 +170,10 @@ class PromptSource(BatchSource):
         first = [draw for draw in self._prompts.rows(1) if isinstance(draw, Draw)]
         shown = [draw.dataset for draw in first if self._read_prompt(draw) is not None]
         datasets = [each for each in self._prompts.datasets if any(each.config is config for config in shown)]
+        notes = getattr(self._attempts.environment, "notes", ())
         return {
             **facts,
-            "notes": [*facts["notes"], *plain_text_notes(datasets, self._context.tokenizer), *self._attempts.notes],
+            "notes": [*facts["notes"], *plain_text_notes(datasets, self._context.tokenizer), *notes],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
@@ -260,7 +261,8 @@ class PromptSource(BatchSource):
         assert self._held_out is not None, "there is no held-out data"
         config, environment = self._settings.held_out, self._settings.environment
         terms, labels = environment.reward_terms, environment.by_label.keys()
-        declared = self._attempts.declared_terms if config.success.reward is None else None
+        # Terms that the environment declares itself are not all that are possible.
+        declared = getattr(self._attempts.environment, "reward_terms", None) if config.success.reward is None else None
         if problems := [*success_problems(config.success, declared, f"{OF_SOURCE}success")]:
             raise ConfigError(problems)
         return AttemptsEvaluation(config, self._held_out, self, OF_SOURCE, terms, labels)
