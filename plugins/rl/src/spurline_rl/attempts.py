@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -38,7 +38,6 @@ class Attempts:
 
     Attributes:
         engine: The engine. Before a source reads `training`, it may replace the engine by a wrapper around it.
-        environment: The environment. It may have `notes` and `reward_terms` of its own.
         given_up: The prompts that training gave up.
     """
 
@@ -54,7 +53,7 @@ class Attempts:
         )
         check_engine(self.engine)
         self._seconds_down = self.engine.seconds_down if isinstance(self.engine, TakesWeights) else lambda: 0.0
-        self.environment: Environment = registry.create(
+        self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )
         self._scorers: list[Scorer] = [
@@ -66,6 +65,16 @@ class Attempts:
     def training(self) -> GroupRunner:
         """Return the runner of groups that are trained on."""
         return self._make_runner(self.given_up)
+
+    @property
+    def declared_terms(self) -> Collection[str] | None:
+        """Return the reward terms that the environment declares itself. Further terms are possible."""
+        return getattr(self._environment, "reward_terms", None)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Return what the environment says about itself, for `spurline plan` and for the start of a run."""
+        return getattr(self._environment, "notes", ())
 
     async def evaluate(
         self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
@@ -82,17 +91,17 @@ class Attempts:
 
     def first_prompt(self, draw: Draw) -> Sequence[int] | None:
         """Return the result of `ShowsPrompt.first_prompt`, or None if the environment does not know it beforehand."""
-        if not isinstance(self.environment, ShowsPrompt):
+        if not isinstance(self._environment, ShowsPrompt):
             return None
-        return self.environment.first_prompt(draw.task(0))
+        return self._environment.first_prompt(draw.task(0))
 
     def label_of(self, draw: Draw) -> str:
         """Return the label of the row's environment if rows choose theirs, or an empty text. Raises DataError."""
-        return self.environment.label_of(draw.task(0)) if isinstance(self.environment, ChoosesByRow) else ""
+        return self._environment.label_of(draw.task(0)) if isinstance(self._environment, ChoosesByRow) else ""
 
     def check_labels(self, prompts: PromptDraws) -> None:
         """Raise DataError for the first row that chooses no environment although it must, unless it is skipped."""
-        if isinstance(self.environment, ChoosesByRow):
+        if isinstance(self._environment, ChoosesByRow):
             for draw in prompts.rows(sys.maxsize):
                 if isinstance(draw, Draw) and draw.dataset.on_bad_row == "error":
                     self.label_of(draw)
@@ -100,7 +109,7 @@ class Attempts:
     async def close(self) -> None:
         """End the engine, the environment and the scorers."""
         try:
-            for component in (self.environment, *self._scorers):
+            for component in (self._environment, *self._scorers):
                 if hasattr(component, "close"):
                     closed = component.close()  # type: ignore[attr-defined]
                     if inspect.isawaitable(closed):
@@ -115,7 +124,7 @@ class Attempts:
         if held_out is not None:
             sampling = replace(sampling, temperature=held_out.temperature, top_p=1.0, top_k=0, support_width=0)
         return GroupRunner(
-            self.environment,
+            self._environment,
             partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=not trains),
             partial(self._score, trains=trains),
             given_up,

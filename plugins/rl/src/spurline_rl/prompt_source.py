@@ -170,10 +170,9 @@ class PromptSource(BatchSource):
         first = [draw for draw in self._prompts.rows(1) if isinstance(draw, Draw)]
         shown = [draw.dataset for draw in first if self._read_prompt(draw) is not None]
         datasets = [each for each in self._prompts.datasets if any(each.config is config for config in shown)]
-        notes = getattr(self._attempts.environment, "notes", ())
         return {
             **facts,
-            "notes": [*facts["notes"], *plain_text_notes(datasets, self._context.tokenizer), *notes],
+            "notes": [*facts["notes"], *plain_text_notes(datasets, self._context.tokenizer), *self._attempts.notes],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
@@ -261,8 +260,7 @@ class PromptSource(BatchSource):
         assert self._held_out is not None, "there is no held-out data"
         config, environment = self._settings.held_out, self._settings.environment
         terms, labels = environment.reward_terms, environment.by_label.keys()
-        # Terms that the environment declares itself are not all that are possible.
-        declared = getattr(self._attempts.environment, "reward_terms", None) if config.success.reward is None else None
+        declared = self._attempts.declared_terms if config.success.reward is None else None
         if problems := [*success_problems(config.success, declared, f"{OF_SOURCE}success")]:
             raise ConfigError(problems)
         return AttemptsEvaluation(config, self._held_out, self, OF_SOURCE, terms, labels)
@@ -277,7 +275,7 @@ class PromptSource(BatchSource):
     def make_attempts(
         self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
     ) -> Sequence[Outcome]:
-        """Make held-out attempts with the current weights, in the run's environment if none is given."""
+        """Make attempts at held-out prompts with the current weights."""
 
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
@@ -326,7 +324,7 @@ class PromptSource(BatchSource):
         self._kept.keep(KeptStep(step, collected.groups, filtered, collected.given_up, per_epoch, flatten))
 
     def with_model_rewards(self, groups: Sequence[Group], backend: Backend) -> Sequence[Group]:
-        """Return groups of the run's environment with the rewards that models of the backend give."""
+        """See `MakesAttempts`."""
         return self._preparation.with_model_rewards(groups, backend)
 
     def flush(self) -> None:
