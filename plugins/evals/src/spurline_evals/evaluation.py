@@ -34,8 +34,7 @@ from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
 from spurline_rl.draws import Draw
 from spurline_rl.evaluation_configs import HeldOutConfig
-from spurline_rl.held_out import HELD_OUT
-from spurline_rl.prompt_source import PromptSource
+from spurline_rl.held_out import HELD_OUT, MakesAttempts
 from spurline_rl.protocols.environment import PolicyHandle, Task
 from spurline_rl.trajectory import Group, Trajectory
 from spurline_text.datasets.local_files import neighbours
@@ -89,8 +88,8 @@ class LmEvalEvaluation(HeldOutEvaluation):
         return ConfigError.at(f"{self._context.where}.tasks", f"has {what}")
 
     @property
-    def _source(self) -> PromptSource:
-        return cast("PromptSource", self._context.source)
+    def _source(self) -> MakesAttempts:
+        return cast("MakesAttempts", self._context.source)
 
     def _sizes(self) -> dict[str, int]:
         """Return the number of rows that are used of each task."""

@@ -114,10 +114,6 @@ class FaultsConfig(Section):
     """Largest number of different prompts that the whole run may give up. Unusable rows do not count."""
 
 
-_COLUMNS = ("advantages", "rewards", "old_logprobs", "rollout_logprobs", "token_versions")
-"""Columns that all batches of rollouts have."""
-
-
 class PromptSourceConfig(SourceConfig):
     """Base of the configs of sources that train on rollouts."""
 
@@ -354,7 +350,7 @@ class PromptSourceConfig(SourceConfig):
     def _own_columns(self) -> Sequence[str]:
         """Return the columns of batches that no scorer adds."""
         return (
-            *_COLUMNS,
+            *("advantages", "rewards", "old_logprobs", "rollout_logprobs", "token_versions"),
             *(("values", "returns") if self.advantage.uses_critic else ()),
             *(("correction_factors",) if self.correction is not None else ()),
         )

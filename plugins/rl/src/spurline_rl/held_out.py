@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spurline.data.configs import SequentialOrderConfig
 from spurline.errors import ConfigError, DataError
@@ -26,16 +27,34 @@ from spurline_rl.evaluation_configs import (
     success_problems,
     terms_by_environment,
 )
-from spurline_rl.group_runner import GivenUpPrompt
+from spurline_rl.group_runner import GivenUpPrompt, Outcome
 from spurline_rl.metrics import all_returns, mean_terms
+from spurline_rl.protocols.environment import Environment
 from spurline_rl.trajectory import Group, Trajectory, trajectory_return
-
-if TYPE_CHECKING:
-    from spurline_rl.prompt_source import PromptSource
 
 HELD_OUT = "held-out "
 """Prefix of the uids of held-out prompts. It gives them different seeds from training prompts."""
 OF_SOURCE = "source.held_out."
+
+
+class MakesAttempts(Protocol):
+    """A source that can make attempts at any prompts. Its facts set `makes_attempts`."""
+
+    generates_with_copies: bool
+
+    def make_attempts(
+        self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
+    ) -> Sequence[Outcome]:
+        """Return the outcomes of attempts with the newest weights, in the run's environment if none is given."""
+        ...
+
+    def with_model_rewards(self, groups: Sequence[Group], backend: Backend) -> Sequence[Group]:
+        """Return groups of the run's environment with the rewards that models of the backend give."""
+        ...
+
+    def longest_held_out(self, prompts: PromptDraws) -> Longest | None: ...
+
+    def sample_keys(self) -> NDArray[np.uint64]: ...
 
 
 @dataclass(eq=False)
@@ -50,7 +69,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
     config: HeldOutConfig
     prompts: PromptDraws
-    source: PromptSource
+    source: MakesAttempts
     where: str
     terms: Collection[str] | None
     environments: Collection[str] = ()
@@ -138,7 +157,7 @@ class RolloutsEvaluation(AttemptsEvaluation):
 
     def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
         # The config refuses a source that makes no attempts.
-        source, prompts = cast("PromptSource", context.source), open_held_out(config.data, context.run)
+        source, prompts = cast("MakesAttempts", context.source), open_held_out(config.data, context.run)
         made_by = context.run.config.source
         terms, environments = made_by.facts.reward_terms, terms_by_environment(made_by).keys() - {""}
         super().__init__(config, prompts, source, f"{context.where}.", terms, environments)

@@ -290,7 +290,7 @@ class PromptSource(BatchSource):
     def make_attempts(
         self, prompts: Sequence[Draw], held_out: HeldOutConfig, environment: Environment | None = None
     ) -> Sequence[Outcome]:
-        """Make held-out attempts with the current weights, in the run's environment if none is given."""
+        """Make attempts at held-out prompts with the current weights."""
 
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
@@ -339,7 +339,7 @@ class PromptSource(BatchSource):
         self._kept.keep(KeptStep(step, collected.groups, filtered, collected.given_up, per_epoch, flatten))
 
     def with_model_rewards(self, groups: Sequence[Group], backend: Backend) -> Sequence[Group]:
-        """Return groups of the run's environment with the rewards that models of the backend give."""
+        """See `MakesAttempts`."""
         return self._preparation.with_model_rewards(groups, backend)
 
     def flush(self) -> None:
