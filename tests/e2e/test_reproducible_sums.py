@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from every_run import SOAK
 from megatron_layouts import write_llama3
-from run_helpers import Config, KillableProcess, Trained, on_ranks, train, write_pairs
+from run_helpers import Config, KillableProcess, Trained, on_ranks, ppo_config, train, write_pairs
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -49,26 +49,8 @@ def method_config(base_config: Config, tmp_path: Path, request: pytest.FixtureRe
         pairs, held_out = (write_pairs(tmp_path / f"{seed}.jsonl", 30, seed) for seed in (0, 1))
         config |= {"source": "preference", "data": {"train": str(pairs), "eval": str(held_out), "max_length": 64}}
     if method == "ppo":
-        del config["batch_size"], config["evaluation"]
-        config |= {
-            "schedule": "constant",
-            "source": {
-                "name": "rollouts",
-                "prompts_per_step": 4,
-                "samples_per_prompt": 2,
-                "environment": {"name": "single_turn", "rewards": "exact_match"},
-                "engine": {"name": "in_process", "deterministic": True},
-                "advantage": "gae",
-                "correction": "tis",
-                "kl_in_reward": {"coefficient": 0.1},
-                # Random weights earn no reward, but they lose some.
-                "overlong": {"buffer_tokens": 8},
-                "sampling": {"temperature": 0.8, "max_new_tokens": 8},
-            },
-            "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 2},
-            "loss": {"name": "ppo", "kl": {"coefficient": 0.01}},
-            "critic": {"minibatches": {"prompts_per_minibatch": 1}, "optimizer": {"learning_rate": 1e-3}},
-        }
+        del config["evaluation"]
+        config = ppo_config(config)
     return config | {"packings": packings}
 
 

@@ -36,6 +36,12 @@ ASYNC: dict[str, Any] = {
         "environment": {"rewards": {"exact": "exact_match"}},
     },
 }
+REPRODUCIBLE: dict[str, Any] = {
+    **BASE,
+    "plugins": ["fsdp_backend"],
+    "backend": {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, "sums": "reproducible"},
+}
+FAST = merged(REPRODUCIBLE, "backend.sums", "fast")
 FREE, TO_ROUNDING, BY_NAME, REFUSED = OnResume.FREE, OnResume.TO_ROUNDING, OnResume.BY_NAME, OnResume.REFUSED
 
 
@@ -59,6 +65,10 @@ FREE, TO_ROUNDING, BY_NAME, REFUSED = OnResume.FREE, OnResume.TO_ROUNDING, OnRes
         (ASYNC, "source.weight_sync", "shared_memory", FREE),
         (ASYNC, "source.engine.num_threads", 2, TO_ROUNDING),
         (ASYNC, "source.max_staleness", 3, BY_NAME),
+        (REPRODUCIBLE, "backend.ranks", 3, FREE),
+        (REPRODUCIBLE, "collator", "padded", FREE),
+        (REPRODUCIBLE, "backend.num_threads", 2, TO_ROUNDING),
+        (FAST, "backend", {**REPRODUCIBLE["backend"], "ranks": 3}, TO_ROUNDING),
     ],
 )
 def test_each_setting_is_in_its_class(base: Config, path: str, value: Any, mark: OnResume) -> None:

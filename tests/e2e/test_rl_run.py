@@ -16,6 +16,7 @@ from run_helpers import (
     assert_pieces_equal_the_whole,
     assert_same_run,
     assert_same_weights,
+    ppo_config,
     read_metrics,
     train,
 )
@@ -221,27 +222,10 @@ def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_d
 
 def test_policy_and_critic_train_and_a_resumed_run_is_the_uninterrupted_one(base_config: Config) -> None:
     """The whole update path: critic, reference, correction, temperature, fixed norm."""
-    for name in ("batch_size", "collator"):
-        del base_config[name]
-    config = base_config | {
+    config = ppo_config(base_config) | {
         "steps": 4,
-        "schedule": "constant",
-        "source": {
-            "name": "rollouts",
-            "prompts_per_step": 4,
-            "samples_per_prompt": 2,
-            "environment": {"name": "single_turn", "rewards": "exact_match"},
-            "advantage": "gae",
-            "correction": "tis",
-            "kl_in_reward": {"coefficient": 0.1},
-            # Random weights earn no reward, but they lose some.
-            "overlong": {"buffer_tokens": 8},
-            "sampling": {"temperature": 0.8, "max_new_tokens": 8},
-        },
         "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 4, "update_epochs": 2},
-        "loss": {"name": "ppo", "kl": {"coefficient": 0.01}},
         "reduction": {"name": "fixed_norm", "length": 8},
-        "critic": {"minibatches": {"prompts_per_minibatch": 1}, "optimizer": {"learning_rate": 1e-3}},
     }
     whole = train(config, name="whole")
     train(config, steps=2)

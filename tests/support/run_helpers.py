@@ -251,6 +251,29 @@ def on_ranks(config: dict[str, Any], ranks: int = 2, *, backend: str = "fsdp", *
     }
 
 
+def ppo_config(config: Mapping[str, Any]) -> Config:
+    """Return the config with PPO and its whole update path: critic, reference, correction and temperature."""
+    return {name: value for name, value in config.items() if name not in ("batch_size", "collator")} | {
+        "schedule": "constant",
+        "source": {
+            "name": "rollouts",
+            "prompts_per_step": 4,
+            "samples_per_prompt": 2,
+            "environment": {"name": "single_turn", "rewards": "exact_match"},
+            "engine": {"name": "in_process", "deterministic": True},
+            "advantage": "gae",
+            "correction": "tis",
+            "kl_in_reward": {"coefficient": 0.1},
+            # Random weights earn no reward, but they lose some.
+            "overlong": {"buffer_tokens": 8},
+            "sampling": {"temperature": 0.8, "max_new_tokens": 8},
+        },
+        "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 2},
+        "loss": {"name": "ppo", "kl": {"coefficient": 0.01}},
+        "critic": {"minibatches": {"prompts_per_minibatch": 1}, "optimizer": {"learning_rate": 1e-3}},
+    }
+
+
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 120, every_s: float = 0.02) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():

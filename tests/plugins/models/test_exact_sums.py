@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from fractions import Fraction
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline_models.exact_sums import ExactSum, largest_of, norm_of, sum_of_squares
+from spurline_models.exact_sums import ExactSum, add_multiples, largest_of, norm_of, sum_of_squares
 
 values_of = st.floats(-64.0, 64.0, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
 """Gradients of up to 2^6 whose last bits are worth up to 2^-149."""
@@ -70,6 +71,21 @@ def test_large_tensors_are_summed_in_chunks() -> None:
     torch.testing.assert_close(total.double(), wanted, rtol=2**-23, atol=1e-18)
     assert not torch.equal(sum(tensors[1:], tensors[0]), sum(tensors[-2::-1], tensors[-1])), "fp32 sums are all equal"
     assert joined_norm(list(total.split(99_999))) == joined_norm([total])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_the_function_that_gpus_compile_adds_the_same_bits() -> None:
+    """Code for a CPU has fused multiply-adds too, so this would show that a compiler rounds otherwise."""
+    compiled = torch.compile(add_multiples, dynamic=True, fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    plain, fused = torch.zeros(2, 2, 4_001, dtype=torch.float64)
+    for exponent in (-9, -3, 0, 2, -5, -12):
+        values = torch.randn(4_001, generator=generator) * 10.0**exponent
+        add_multiples(*plain, values)
+        compiled(*fused, values)
+    assert torch.equal(plain, fused)
+    assert bool(plain.any(1).all())
 
 
 def test_values_beyond_the_exact_range_are_an_error_and_broken_ones_stay_visible() -> None:

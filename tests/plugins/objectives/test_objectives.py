@@ -114,6 +114,18 @@ def test_a_step_has_the_entropy_bonus_only_below_the_target_whoever_drew_its_tok
     assert column.unique().tolist() == pytest.approx([0.02 if distance > 0 else 0.0])
 
 
+def test_the_bonus_does_not_depend_on_the_order_of_tokens() -> None:
+    [sample] = make_samples([4], loss_share=1.1)
+    # Added from the left, float64 would round to the target.
+    values = torch.tensor([0.0, -(2.0**53), -1.0, -1.0])
+    loss = EntropyTarget(EntropyTargetConfig(entropy_target=2**53 / 3, entropy_coefficient=0.02))
+    for order in ([0, 1, 2, 3], [0, 3, 2, 1]):
+        columns = dict.fromkeys(("old_logprobs", "rollout_logprobs"), values[order].unsqueeze(0))
+        batch = lay_out([sample]).with_tokens(**columns, loss_weights=torch.tensor([[0.0, 1.0, 1.0, 1.0]]))
+        column = loss.prepare(batch, lambda role, rows=None: torch.zeros(0))["entropy_coefficients"]
+        assert column.unique().tolist() == [0.0], order
+
+
 LOSSES: dict[str, Loss] = {
     "dppo tv": Dppo(DppoConfig(threshold_low=0.02, threshold_high=0.03, **MIXED)),
     "dppo kl": Dppo(DppoConfig(divergence="kl", threshold_low=0.004, threshold_high=0.005)),

@@ -61,6 +61,18 @@ class TestKto(LossContract):
         trained = has_loss & (batch.tokens["labels"] != 0)
         assert torch.equal(prepared["loss_weights"] != 0, trained)
 
+    def test_the_reference_point_does_not_depend_on_the_order_of_answers(self) -> None:
+        batch = self.batch()
+        zeros = torch.zeros_like(batch.tokens["reference_logprobs"])
+        scored = (batch.tokens["loss_weights"] != 0) & (batch.tokens["labels"] == 0)
+        ratio = torch.tensor([2.0**60, *[1.0] * (int(scored.sum()) - 2), -(2.0**60)])
+        for values in (ratio, ratio.flip(0), ratio.roll(1)):
+            logprobs = zeros.masked_scatter(scored, values)
+            prepared = self.make_loss().prepare(
+                batch.with_tokens(reference_logprobs=zeros), lambda role, rows=None, found=logprobs: found
+            )
+            assert float(prepared["kl"][0, 0]) == (len(ratio) - 2) / 2
+
     def test_a_batch_without_mismatched_answers_is_refused(self) -> None:
         with pytest.raises(DataError, match="answers with label 0"):
             self.make_loss().prepare(super().batch(), lambda role, rows=None: torch.zeros(()))

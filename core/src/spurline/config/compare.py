@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, TypeGuard, cast
 
 from spurline.config.hidden import hide_secrets
@@ -49,7 +49,7 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
     """
     before, now = hide_secrets(before), hide_secrets(config.model_dump(mode="json"))
     sections = dict(sections_within(config))
-    marks = dict(_marks(sections))
+    marks = dict(_marks(sections)) | dict.fromkeys(config.backend.free_after(before["backend"]), OnResume.FREE)
     wholes = {path for path, section in sections.items() if isinstance(section, (ComponentConfig, NamedSection))}
     plain = {
         f"{path}.{name}"
@@ -102,13 +102,9 @@ def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume:
 
     Every field within a FREE section is FREE.
     """
-    found = OnResume.REFUSED
-    parts = key.split(".")
-    for depth in range(1, len(parts) + 1):
-        found = marks.get(".".join(parts[:depth]), found)
-        if found is OnResume.FREE:
-            break
-    return found
+    around = accumulate(key.split("."), "{}.{}".format)
+    found = [OnResume.REFUSED, *(marks[path] for path in around if path in marks)]
+    return OnResume.FREE if OnResume.FREE in found else found[-1]
 
 
 def _marks(sections: Mapping[str, Section]) -> Iterator[tuple[str, OnResume]]:

@@ -5,7 +5,7 @@ The abilities that core uses are here, and others are in `spurline_models.abilit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,6 +248,10 @@ class BackendConfig(ComponentConfig):
     def rank_request(self) -> RankRequest | None:
         """Return the processes that the backend starts, or None if it computes in this process."""
         return None
+
+    def free_after(self, before: Mapping[str, Any]) -> Collection[str]:
+        """Return key paths that a resume may change without changing a bit, given the checkpoint's backend section."""
+        return ()
 
     def missing_here(self) -> str | None:
         """Return a sentence on what this machine lacks for these settings, or None if it lacks nothing."""

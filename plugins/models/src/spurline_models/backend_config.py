@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 _OF_TRAINING = ("optimizer", "masters", "gradients", "checkpoint copy", "critic")
 """Kept parts that are not the weights of a model."""
+
+_DIVISION = (
+    "collator",
+    *(f"backend.{name}" for name in ("ranks", "rows_per_microbatch", "max_tokens_per_microbatch")),
+    "backend.reshard_after_forward",
+)
+"""Key paths of the settings that only divide a batch or its weights, which changes no bit of reproducible sums."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +227,9 @@ class TransformersBackendConfig(ModelBackendConfig):
     @property
     def is_reproducible(self) -> bool:
         return self.sums == "reproducible"
+
+    def free_after(self, before: Mapping[str, Any]) -> Collection[str]:
+        return _DIVISION if self.is_reproducible and before.get("sums") == self.sums else ()
 
     @property
     def adapters(self) -> LoraConfig | None:

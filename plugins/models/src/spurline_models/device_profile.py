@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -146,6 +147,16 @@ class DeviceProfile:
     def release_cached_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def fused_on_gpus(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """Return a function of tensors [N] on the device. On a GPU, torch.compile fuses its operations."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
+@cache
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _unpin(cudart: Any, address: int) -> None:

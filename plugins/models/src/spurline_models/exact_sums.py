@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError
+from spurline_models.device_profile import fused_on_gpus
 
 SUM_BYTES = 16
 """Bytes of each value of a sum."""
@@ -29,9 +30,8 @@ _COARSE, _FINE = 2.0**-28, 2.0**-66
 _LARGEST_SUM, _MOST_VALUES = 2.0**23, 2**15
 """Within these limits, multiples of either unit add up without rounding."""
 
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
-"""The number of values that are split at once, by type of device; on a CPU, for each thread. Temporary values then fit
-into the cache of a CPU."""
+_CPU_CHUNK = 1 << 15
+"""The number of values that each thread of a CPU splits at once. Temporary values then fit into its cache."""
 
 _SQUARES_COARSE, _SQUARES_FINE, _SQUARES_CHUNK = 2.0**-33, 2.0**-67, 1 << 20
 """The units of sums of squares below 1, and the number of squares whose sum is exact."""
@@ -56,13 +56,11 @@ class ExactSum:
         largest = _largest(flat)
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         self._count += 1
-        chunk = _CHUNK[flat.device.type] * (torch.get_num_threads() if flat.device.type == "cpu" else 1)
-        wide, multiple = flat.new_empty((2, min(chunk, len(flat))), dtype=torch.float64)
-        for part, coarse, fine in zip(*(each.split(chunk) for each in (flat, *self._sums)), strict=True):
-            rest, of_unit = wide[: len(part)].copy_(part), multiple[: len(part)]
-            coarse += _multiple_of(_COARSE, rest, of_unit)
-            rest -= of_unit
-            fine += _multiple_of(_FINE, rest, of_unit)
+        # Fused operations on a GPU need no temporary values.
+        chunk = _CPU_CHUNK * torch.get_num_threads() if flat.device.type == "cpu" else len(flat)
+        add = fused_on_gpus(add_multiples, flat.device)
+        for parts in zip(*(each.split(chunk) for each in (*self._sums, flat)), strict=True):
+            add(*parts)
 
     def total(self) -> Tensor:
         """Return the sum as an fp32 vector. It is not finite if an added value is not.
@@ -82,11 +80,24 @@ class ExactSum:
         return self._sums[0].add(self._sums[1]).float()
 
 
-def _multiple_of(unit: float, values: Tensor, out: Tensor) -> Tensor:
+def add_multiples(coarse: Tensor, fine: Tensor, values: Tensor) -> None:
+    """Split values [N] into multiples of both units, and add these to the sums, float64 [N].
+
+    Each step is an addition, so compilers have no product to contract into a fused multiply-add, which would round
+    otherwise.
+    """
+    rest = values.double()
+    multiple = _multiple_of(_COARSE, rest)
+    coarse += multiple
+    rest -= multiple
+    fine += _multiple_of(_FINE, rest)
+
+
+def _multiple_of(unit: float, values: Tensor) -> Tensor:
     """Round float64 values to multiples of the unit. They must be smaller than 2^51 units."""
     # The last bit of a float64 between 2^52 and 2^53 units is worth one unit.
     shift = 1.5 * 2.0**52 * unit
-    return torch.add(values, shift, out=out).sub_(shift)
+    return (values + shift).sub_(shift)
 
 
 def largest_of(tensors: Iterable[Tensor]) -> float:
@@ -124,7 +135,6 @@ def _sums_of_chunks(values: Tensor, exponent: int) -> Iterator[Tensor]:
     for part in values.split(_SQUARES_CHUNK):
         # The square of an fp32 value is exact in float64. Scaled by the power of two, it is below 1.
         square = part.double().mul_(2.0**-exponent).square_()
-        multiple = torch.empty_like(square)
-        yield _multiple_of(_SQUARES_COARSE, square, multiple).sum()
-        square -= multiple
-        yield _multiple_of(_SQUARES_FINE, square, multiple).sum()
+        multiple = _multiple_of(_SQUARES_COARSE, square)
+        yield multiple.sum()
+        yield _multiple_of(_SQUARES_FINE, square.sub_(multiple)).sum()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spurline.data.batch import Ragged, TrainingBatch
+from spurline_models.backend_config import ModelBackendConfig
 
 _PAIRS = "pair_ids"
 """The only column with which a loss may compare sequences (see `Loss`)."""
@@ -33,12 +34,12 @@ class SeparatedBatch:
 
     @classmethod
     def of(cls, batch: TrainingBatch, needs: Collection[str] = ()) -> SeparatedBatch:
-        """Separate a batch for a loss with these `needs`."""
+        """Separate a batch for a loss with these `needs`. Columns may be missing."""
         tokens = torch.nonzero(batch.tokens["segment_ids"].flatten()).flatten()
         lengths = torch.from_numpy(batch.segments["length"].values.astype(np.int64))
         begins, count = lengths.cumsum(0) - lengths, len(lengths)
         units = order = torch.arange(count)
-        if _PAIRS in needs:
+        if _PAIRS in needs and _PAIRS in batch.tokens:
             pairs = batch.tokens[_PAIRS].flatten()[tokens[begins]].long()
             units = torch.where(pairs == 0, units + batch.tokens[_PAIRS].numel(), pairs.abs())
             # The chosen answer comes first, also if a packed row has the rejected one first.
@@ -73,3 +74,8 @@ class SeparatedBatch:
         is_token = self.places >= 0
         result[self.places[is_token]] = values[is_token]
         return original.drop_padding_rows(result.view(original.num_rows, original.length))
+
+
+def computed_rows(batch: TrainingBatch, needs: Collection[str], config: ModelBackendConfig) -> TrainingBatch:
+    """Return the batch in the rows that a backend with these settings computes for a loss with these `needs`."""
+    return SeparatedBatch.of(batch, needs).batch if config.is_reproducible else batch

@@ -10,6 +10,7 @@ has no state between steps, so c is constant here, and a resumed run needs none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -43,7 +44,9 @@ class EntropyTarget(Ppo):
         old, trained = batch.tokens["old_logprobs"], batch.tokens["loss_weights"] != 0
         before, drawn_with = old[trained].double(), batch.tokens["rollout_logprobs"][trained].double()
         weights = bounded_exp(before - drawn_with)
-        entropy = -float(weights @ before / weights.sum()) if bool(trained.any()) else 0.0
+        # Sums without rounding do not depend on the packing.
+        total = math.fsum(weights.tolist())
+        entropy = -math.fsum((weights * before).tolist()) / total if total else 0.0
         coefficient = self.config.entropy_coefficient if entropy <= self._target else 0.0
         return {_COEFFICIENTS: torch.full_like(old, coefficient)}
 

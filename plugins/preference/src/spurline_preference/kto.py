@@ -17,6 +17,7 @@ the loss of a step is the mean over answers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -48,7 +49,8 @@ class Kto:
         ratio = logprobs("policy", is_mismatched) - batch.tokens["reference_logprobs"]
         weights = batch.tokens["loss_weights"]
         has_loss = is_mismatched[:, None] & (weights != 0)
-        kl = float(torch.where(has_loss, ratio, 0.0).double().sum()) / count
+        # The sum is exact, so it does not depend on the packing.
+        kl = math.fsum(ratio[has_loss].tolist()) / count
         return {
             "kl": torch.full_like(weights, max(0.0, kl)),
             "loss_weights": torch.where(is_mismatched[:, None], 0.0, weights),

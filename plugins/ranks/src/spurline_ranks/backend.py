@@ -28,7 +28,7 @@ from spurline_models.dealing import Dealing, deal
 from spurline_models.experts.router_replay import check_replayed, load_metrics, without_routing
 from spurline_models.lengths import length_limit
 from spurline_models.placement.offloading import refuse
-from spurline_models.separation import SeparatedBatch
+from spurline_models.separation import SeparatedBatch, computed_rows
 from spurline_models.streams.token_stream import check_columns, check_tokens
 from spurline_models.trainable import check_losses, check_reading
 from spurline_models.weight_buckets import MakerChoice, PublishedPart, WeightBucket
@@ -67,7 +67,7 @@ class RankBackend:
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)
         self._check_device_here("trained")
-        batch = self._separated(batch, objective.loss.needs)
+        batch = computed_rows(batch, objective.loss.needs, self._config)
         dealing = self._deal(batch, objective.loss.needs)
         answers = self._ranks.call("update", plain_objective(objective), role, per_rank=self._wires(dealing))
         first = answers[0]
@@ -93,14 +93,14 @@ class RankBackend:
     ) -> Iterator[tuple[str, Tensor]]:
         self._check_trained(role)
         self._check_device_here("asked for gradients")
-        batch = self._separated(batch, objective.loss.needs)
+        batch = computed_rows(batch, objective.loss.needs, self._config)
         wires = self._wires(self._deal(batch, objective.loss.needs))
         found = self._ranks.call("gradients", plain_objective(objective), role, per_rank=wires)[0]
         return ((name, torch.from_numpy(gradient)) for name, gradient in found)
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
         self._check_device_here("evaluated")
-        dealing = self._deal(self._separated(batch, objective.loss.needs), objective.loss.needs)
+        dealing = self._deal(computed_rows(batch, objective.loss.needs, self._config), objective.loss.needs)
         answers = self._ranks.call("evaluate", plain_objective(objective), per_rank=self._wires(dealing))
         return SumsPart.join(self._counting(answers)).as_loss_sums()
 
@@ -165,11 +165,6 @@ class RankBackend:
 
     def close(self) -> None:
         self._ranks.close()
-
-    def _separated(self, batch: TrainingBatch, needs: Collection[str]) -> TrainingBatch:
-        """Return the batch in the rows that ranks compute."""
-        check_columns(batch, [name for name in needs if name != ENTROPY])
-        return SeparatedBatch.of(batch, needs).batch if self._config.is_reproducible else batch
 
     def _deal(self, batch: TrainingBatch, needs: Collection[str], role: Role = "policy") -> Dealing:
         config = self._model_configs.get(role)

@@ -43,7 +43,7 @@ from spurline_models.optimizers.optimization import critic_optimization, policy_
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.separation import SeparatedBatch
+from spurline_models.separation import SeparatedBatch, computed_rows
 from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head, stream_model
 from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream
 from spurline_models.trainable import check_reading
@@ -96,7 +96,7 @@ class LocalBackend:
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._refuse_swapped("trained")
-        trained, batch = self._model_to_train(role), self._separated(batch, objective.loss.needs)
+        trained, batch = self._model_to_train(role), computed_rows(batch, objective.loss.needs, self._config)
         self._memory.check_here("trained")
         started = time.perf_counter()
         try:
@@ -128,7 +128,7 @@ class LocalBackend:
     def gradients(
         self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
     ) -> Iterator[tuple[str, Tensor]]:
-        trained, batch = self._model_to_train(role), self._separated(batch, objective.loss.needs)
+        trained, batch = self._model_to_train(role), computed_rows(batch, objective.loss.needs, self._config)
         self._memory.check_here("asked for gradients")
         try:
             # Restore the generators, so that this call does not change the dropout of the next update.
@@ -141,7 +141,7 @@ class LocalBackend:
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
         self._memory.check_here("evaluated")
-        streams = self._streams(self._separated(batch, objective.loss.needs), objective.loss.needs)
+        streams = self._streams(computed_rows(batch, objective.loss.needs, self._config), objective.loss.needs)
         return evaluation_sums(self._model, streams, objective, self._profile, self._playing).as_loss_sums()
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
@@ -243,11 +243,6 @@ class LocalBackend:
         for name in ("_model", "_frozen", "_policy", "_critic", "_memory", "_copies"):
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
-
-    def _separated(self, batch: TrainingBatch, needs: Collection[str]) -> TrainingBatch:
-        """Return the batch in the rows that this backend computes."""
-        check_columns(batch, [name for name in needs if name != ENTROPY])
-        return SeparatedBatch.of(batch, needs).batch if self._config.is_reproducible else batch
 
     def _accumulate(self, trained: TrainedModel, batch: TrainingBatch, objective: Objective, role: Role) -> StepSums:
         streams = self._streams(batch, objective.loss.needs)
