@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import safetensors.torch
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
@@ -27,7 +26,23 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _FETCH = "Copy or download it again (in a Git clone with `git lfs pull`)."
 
-DTYPES: Mapping[str, torch.dtype] = safetensors.torch._TYPES
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 """Dtypes by their names in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
