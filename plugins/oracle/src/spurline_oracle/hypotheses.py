@@ -20,7 +20,12 @@ from spurline_models.architecture import output_layer
 from spurline_oracle.dump import Row
 from spurline_oracle.losses import mean_of_parts, normalized
 from spurline_oracle.parts import each_forward, embedding_name, without_weight_gradient
-from spurline_oracle.tensor_parallel import missing_sums_of_inputs, missing_sums_of_weights, scaled_kinds
+from spurline_oracle.tensor_parallel import (
+    gathered_logits,
+    missing_sums_of_inputs,
+    missing_sums_of_weights,
+    scaled_kinds,
+)
 from spurline_oracle.truth import Prediction, Reading, Reference, Stretch, as_row, whole_row
 
 Hypothesis = Callable[[Reference], Iterable[Prediction]]
@@ -238,6 +243,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     scaled_kinds,
     missing_sums_of_weights,
     missing_sums_of_inputs,
+    gathered_logits,
 )
 """All hypotheses."""
 

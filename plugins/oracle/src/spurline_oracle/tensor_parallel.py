@@ -20,6 +20,7 @@ from spurline_oracle.truth import Gradients, Prediction, Reference
 _SPLIT_OUTPUT = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)$")
 _SPLIT_INPUT = re.compile(r"\.(o_proj|down_proj)$")
 _HEADS = re.compile(r"\.(q_norm|k_norm|q_layernorm|k_layernorm)$")
+_GATED = re.compile(r"\.linear_attn\.norm$")
 _EXPERTS = re.compile(r"\.experts?\b")
 _ROUTER = re.compile(r"\.(gate|router)\.")
 
@@ -59,13 +60,17 @@ def missing_sums_of_weights(reference: Reference) -> Iterable[Prediction]:
     """Leave out the sum over tensor-parallel ranks of the gradients of norms."""
     norms = dict(_norms(reference.causal))
     heads = {name: module for name, module in norms.items() if _HEADS.search(name)}
-    others = {name: module for name, module in norms.items() if name not in heads}
-    kinds = {"norms": norms, **({"norms of queries and keys": heads, "norms of layers": others} if heads else {})}
+    gated = {name: module for name, module in norms.items() if _GATED.search(name)}
+    others = {name: module for name, module in norms.items() if name not in heads | gated}
+    kinds = {"norms": norms, "norms of queries and keys": heads, "norms of linear attention": gated}
+    if heads or gated:
+        kinds["norms of layers"] = others
     for size in _sizes(reference):
         for kind, modules in kinds.items():
             name = f"missing tensor-parallel sum of the gradients of {kind} ({size} ranks)"
-            with each_forward(list(modules.values()), _of_first_rank(reference, size, set(heads.values()))):
-                yield reference.predict(name, "Each rank sees a part of the tokens or heads. Parts were not summed.")
+            if modules:
+                with each_forward(list(modules.values()), _of_first_rank(reference, size, set(heads.values()))):
+                    yield reference.predict(name, "Each rank sees a part of the tokens or heads. They were not summed.")
 
 
 def missing_sums_of_inputs(reference: Reference) -> Iterable[Prediction]:
@@ -92,6 +97,14 @@ def missing_sums_of_inputs(reference: Reference) -> Iterable[Prediction]:
             yield Prediction(f"missing tensor-parallel sum behind {place} ({size} ranks)", words, gathered)
 
 
+def gathered_logits(reference: Reference) -> Iterable[Prediction]:
+    """Compute the loss of split vocabularies from logits that hold the whole vocabulary on each rank."""
+    words = "Each rank took all logits for its part of the vocabulary. Do not gather them before a split cross entropy."
+    for size in _sizes(reference):
+        name = f"gathered logits in a vocabulary-parallel loss ({size} ranks)"
+        yield reference.predict(name, words, vocabulary_parts=size)
+
+
 def _sizes(reference: Reference) -> list[int]:
     layout = reference.dump.facts["layout"]
     return [layout["tensor"]] if "tensor" in layout else [2, 4]
@@ -110,6 +123,10 @@ def _of_first_rank(reference: Reference, size: int, heads: set[nn.Module]) -> An
         if module in heads:
             count, axis = output.shape[2], 2
             index = torch.arange(count, device=output.device)
+        elif output.dim() == 2:
+            # Gated norms of linear attention read a row for each head of each token.
+            count, axis = len(output) // len(reference.reading[-1].where), 0
+            index = torch.arange(len(output), device=output.device) % count
         else:
             stretch = reference.reading[-1]
             count, axis = len(reference.dump.rows[stretch.row].tokens), 1
