@@ -128,7 +128,7 @@ def packing(reference: Reference) -> Iterable[Prediction]:
         return
     words = (
         "Tokens saw the sequences before theirs in the packed row. Give attention the boundaries: cu_seqlens, a "
-        "block-diagonal mask, or positions without an attention_mask of ones."
+        "block-diagonal mask, or positions with use_cache=False and without an attention_mask of ones."
     )
     boundary = [row.wanted + row.starts * (torch.arange(len(row.tokens)) > 0) for row in reference.dump.rows]
     across = "attention across packed sequences"

@@ -81,6 +81,9 @@ class GradientRecorder:
         records: Whether this process writes its micro-batches. Let one process of each data-parallel rank do so.
         layout: Sizes such as `{"tensor": 2, "context": 2}`.
         layers: Whether to record outputs of layers in the first micro-batch.
+
+    Raises:
+        ValueError: If the model has LoRA adapters, which are no part of the truth.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class GradientRecorder:
         layout: Mapping[str, int] | None = None,
         layers: bool = True,
     ) -> None:
+        if any("lora_" in name for name, _ in model.named_parameters()):
+            raise ValueError("The model has LoRA adapters, which cannot be checked. Train all weights for this update.")
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._world_rank = torch.distributed.get_rank() if parallel else rank or 0
         self._model = model
@@ -155,7 +160,12 @@ class GradientRecorder:
 
         Returns:
             The folder.
+
+        Raises:
+            ValueError: If no micro-batch was recorded.
         """
+        if self._records and not self._num_batches:
+            raise ValueError("save: no micro-batch was recorded. Call micro_batch() before each forward pass.")
         for hook in self._hooks:
             hook.remove()
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -108,8 +108,11 @@ def _tried(prediction: Prediction, reference: Reference, noise: Noise) -> Explan
         if abs(factor / one.value - 1) < max(2 * noise.overall, 1e-5):
             options.append((compare(gradients, predicted, noise, one.value), one))
     if not prediction.name and not options:
-        hint = "Their norm is 1: were they recorded after clipping?" if abs(norm(gradients) - 1) < 1e-3 else ""
-        one = Scale(factor, f"{factor:.6g}", hint or "No number of the batch explains it. Give the recorder `counts`.")
+        size = norm(gradients)
+        hint = "No number of the batch explains it. Give the recorder `counts`. Were gradients clipped before save()?"
+        if abs(size / float(f"{size:.1g}") - 1) < 1e-3:
+            hint = f"Their norm is {size:.1g}, as after clipping. Call save() before."
+        one = Scale(factor, f"{factor:.6g}", hint)
         options.append((compare(gradients, predicted, noise, factor), one))
     if prediction.name and compare(predicted, reference.shown(reference.truth), noise).excess < _SAME:
         return None
