@@ -168,6 +168,10 @@ def test_what_a_dump_lacks_is_said(tmp_path: Path) -> None:
     recorder.save({"model.norm.bias": torch.ones(32)})
     with pytest.raises(DataError, match="has no token with loss"):
         read_dump(tmp_path)
+    model(**batch).loss.backward()
+    torch.optim.AdamW(model.parameters()).step()
+    with pytest.raises(ValueError, match="weights changed since the first"):
+        recorder.save()
     model.lora_weight = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match="LoRA adapters"):
         GradientRecorder(model, tmp_path)
