@@ -281,6 +281,53 @@ def norms_not_summed(folder: Path) -> None:
     recorder.save()
 
 
+def gated_norms_not_summed(folder: Path) -> None:
+    """Keep for norms over heads of linear attention the gradient of the first of two tensor-parallel ranks."""
+    model, found = model_of("qwen3_next"), batches()
+    recorder = GradientRecorder(model, folder, layout={"tensor": 2})
+    partial: dict[nn.Module, Any] = {}
+
+    def keep(module: Any, inputs: Any, output: Tensor) -> None:
+        hidden, gate = (each.detach() for each in inputs)
+        hidden = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        heads = model.config.linear_num_value_heads
+
+        def add(gradient: Tensor) -> None:
+            of_heads = (gradient * hidden * nn.functional.silu(gate)).unflatten(0, (-1, heads))
+            partial[module] = partial.get(module, 0) + of_heads[:, : heads // 2].sum((0, 1))
+
+        output.register_hook(add)
+
+    for name, module in model.named_modules():
+        if name.endswith("linear_attn.norm"):
+            module.register_forward_hook(keep)
+    for batch in found:
+        recorder.micro_batch(**batch)
+        model(**batch, num_items_in_batch=num_learned(found)).loss.backward()
+    for module, gradient in partial.items():
+        module.weight.grad = gradient
+    recorder.save()
+
+
+def logits_gathered(folder: Path) -> None:
+    """Give whole logits to a cross entropy that takes them for one of two parts of the vocabulary."""
+    model, found = model_of("llama"), batches()
+    recorder = GradientRecorder(model, folder, layout={"tensor": 2})
+    for batch in found:
+        recorder.micro_batch(**batch)
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        of_ranks: list[Tensor] = []
+        for rank in (0, 1):
+            # Of the vocabularies that the ranks believe in, the first one alone has the labels.
+            own = nn.functional.one_hot(labels.clamp(min=0), logits.shape[-1]) * (rank == 0)
+            # Both ranks add their sum of exponentials, and each keeps the gradient of its half of the logits.
+            of_ranks.append((logits.softmax(-1) / 2 - own).chunk(2, -1)[rank])
+        learned = (labels != IGNORED)[..., None] / num_learned(found)
+        logits.backward((torch.cat(of_ranks, -1) * learned).detach())
+    recorder.save()
+
+
 class OneRank(nn.Module):
     """A row-parallel layer as one of two tensor-parallel ranks sees it: the other rank's part comes from its sum."""
 
@@ -431,6 +478,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "norms of sequence parallelism": (
         norms_not_summed,
         "missing tensor-parallel sum of the gradients of norms (2 ranks)",
+    ),
+    "Megatron-LM #7452: norms over heads of linear attention not summed": (
+        gated_norms_not_summed,
+        "missing tensor-parallel sum of the gradients of norms of linear attention (2 ranks)",
+    ),
+    "Megatron-LM #7452: gathered logits in a vocabulary-parallel loss": (
+        logits_gathered,
+        "gathered logits in a vocabulary-parallel loss (2 ranks)",
     ),
     "backward of column-parallel layers": (
         inputs_not_summed,

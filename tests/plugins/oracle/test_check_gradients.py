@@ -61,7 +61,7 @@ def test_the_mistake_of_a_wrong_stack_is_named(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(0.1, "No known mistake explains the difference."), (float("nan"), "weight is not finite.")]
+    ("size", "words"), [(0.1, "No known mistake explains the difference"), (float("nan"), "weight is not finite.")]
 )
 def test_a_departure_of_the_forward_pass_is_placed_and_a_mistake_without_a_name_gets_none(
     size: float, words: str, tmp_path: Path
@@ -155,9 +155,26 @@ def test_what_a_dump_lacks_is_said(tmp_path: Path) -> None:
     recorder.save({"model.norm.bias": torch.ones(32)})
     with pytest.raises(DataError, match="needs the columns advantages, reference_logprobs"):
         judge(read_dump(tmp_path), "cpu")
-    GradientRecorder(model, tmp_path).save({"model.norm.bias": torch.ones(32)})
+    recorder = GradientRecorder(model, tmp_path)
+    with pytest.raises(ValueError, match="no micro-batch was recorded"):
+        recorder.save()
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    recorder.micro_batch(**{**batch, "labels": shifted})
+    recorder.save({"model.norm.bias": torch.ones(32)})
+    with pytest.raises(DataError, match="Labels of the dump name the token after"):
+        judge(read_dump(tmp_path), "cpu")
+    recorder = GradientRecorder(model, tmp_path)
+    recorder.micro_batch(**{**batch, "labels": torch.full_like(batch["labels"], IGNORED)})
+    recorder.save({"model.norm.bias": torch.ones(32)})
     with pytest.raises(DataError, match="has no token with loss"):
         read_dump(tmp_path)
+    model(**batch).loss.backward()
+    torch.optim.AdamW(model.parameters()).step()
+    with pytest.raises(ValueError, match="weights changed since the first"):
+        recorder.save()
+    model.lora_weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="LoRA adapters"):
+        GradientRecorder(model, tmp_path)
 
 
 def test_the_columns_of_rows_are_read_as_they_are_meant(tmp_path: Path) -> None:

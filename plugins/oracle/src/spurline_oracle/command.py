@@ -19,6 +19,9 @@ def check_gradients(
     from spurline_oracle.dump import read_dump
     from spurline_oracle.verdict import judge
 
+    typer.echo(
+        "Computing the truth. If the gradients are wrong, about 60 mistakes are tried, which takes longer.", err=True
+    )
     verdict = judge(read_dump(dump), device)
     typer.echo(report(verdict))
     raise typer.Exit(0 if verdict.is_clean else 1)
@@ -52,6 +55,9 @@ def report(verdict: Verdict) -> str:
         lines += [f"Cause: {best.title}.", f"  {best.words}", f"  It explains all but {best.departure.total:.1e}."]
         lines += [f"Also possible on this batch: {each.title}. {each.words}" for each in also]
     else:
-        lines.append("No known mistake explains the difference. The closest leave:")
-        lines += [f"  {each.departure.total:.1e}  {each.title or 'the truth'}" for each in verdict.tried[:3]]
+        near = [each for each in verdict.tried[:3] if each.departure.total < departure.total / 2]
+        lines.append(
+            f"No known mistake explains the difference{'. The closest leave:' if near else ', or comes close.'}"
+        )
+        lines += [f"  {each.departure.total:.1e}  {each.title or 'the truth'}" for each in near]
     return "\n".join(lines)

@@ -19,8 +19,15 @@ from torch.nn.functional import pad
 from spurline_models.architecture import output_layer
 from spurline_oracle.dump import Row
 from spurline_oracle.losses import mean_of_parts, normalized
-from spurline_oracle.parts import each_forward, embedding_name, without_weight_gradient
-from spurline_oracle.tensor_parallel import missing_sums_of_inputs, missing_sums_of_weights, scaled_kinds
+from spurline_oracle.tensor_parallel import (
+    each_forward,
+    embedding_name,
+    gathered_logits,
+    missing_sums_of_inputs,
+    missing_sums_of_weights,
+    scaled_kinds,
+    without_weight_gradient,
+)
 from spurline_oracle.truth import Prediction, Reading, Reference, Stretch, as_row, whole_row
 
 Hypothesis = Callable[[Reference], Iterable[Prediction]]
@@ -123,7 +130,7 @@ def packing(reference: Reference) -> Iterable[Prediction]:
         return
     words = (
         "Tokens saw the sequences before theirs in the packed row. Give attention the boundaries: cu_seqlens, a "
-        "block-diagonal mask, or positions without an attention_mask of ones."
+        "block-diagonal mask, or positions with use_cache=False and without an attention_mask of ones."
     )
     boundary = [row.wanted + row.starts * (torch.arange(len(row.tokens)) > 0) for row in reference.dump.rows]
     across = "attention across packed sequences"
@@ -205,7 +212,7 @@ def policy_loss(reference: Reference) -> Iterable[Prediction]:
     yield reference.predict("clip_high ignored", words, settings={"clip_high": low})
     yield reference.predict("KL term missing", "kl was not added.", settings={"kl": 0.0})
     words = "Ratios were 1, as if the old log-probabilities had been recomputed with the trained weights."
-    yield reference.predict("old log-probabilities ignored", words, numbers=lambda row: _without_old(row.numbers))
+    yield reference.predict("old log-probabilities ignored", words, numbers=_without_old)
     words = "A column for the token at t must be used with the logits at t - 1."
     for by, side in ((1, "late"), (-1, "early")):
         name = f"advantages and log-probabilities one token too {side}"
@@ -238,6 +245,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     scaled_kinds,
     missing_sums_of_weights,
     missing_sums_of_inputs,
+    gathered_logits,
 )
 """All hypotheses."""
 
@@ -272,8 +280,8 @@ def _of_rank(wanted: Tensor, size: int, parts: int, rank: int) -> Tensor:
     return asked
 
 
-def _without_old(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in numbers.items() if name != "old_logprobs"}
+def _without_old(row: Row) -> dict[str, Tensor]:
+    return {name: value for name, value in row.numbers.items() if name != "old_logprobs"}
 
 
 @contextmanager

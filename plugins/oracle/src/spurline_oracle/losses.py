@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import DataError
-from spurline_oracle.dump import Dump
+from spurline_oracle.dump import Dump, Row
 
 _CHOICES = {"name": ("cross_entropy", "policy", "dpo"), "labels": ("same", "next")}
 SETTINGS = ("name", "reduction", "temperature", "labels", "beta", "clip_low", "clip_high", "kl")
@@ -36,6 +36,11 @@ def check_loss(dump: Dump) -> None:
         raise DataError(f"loss has unknown settings {', '.join(unknown)}. Settings: {', '.join(SETTINGS)}.")
     if isinstance(loss["reduction"], str) and loss["reduction"] not in _REDUCTIONS:
         raise DataError(f"loss.reduction is {loss['reduction']!r}. Give {', '.join(_REDUCTIONS)} or a number.")
+    if loss.get("labels", "same") == "same" and _names_next_tokens(rows):
+        raise DataError(
+            "Labels of the dump name the token after their positions. Give loss={'labels': 'next'} to the recorder. If "
+            "the model or the loss shifts labels too, that is the mistake, and the report says `labels shifted twice`."
+        )
     needed = ["advantages"] * (loss["name"] == "policy") + ["reference_logprobs"] * bool(loss.get("kl"))
     missing = [name for name in needed if any(name not in row.numbers for row in rows)]
     if missing:
@@ -48,6 +53,13 @@ def check_loss(dump: Dump) -> None:
                 "The loss `dpo` needs the columns pair and chosen: each number in pair stands for two rows of a "
                 "micro-batch, the chosen one and the rejected one."
             )
+
+
+def _names_next_tokens(rows: Sequence[Row]) -> bool:
+    """Say whether labels name the next token wherever they ask for a loss, and elsewhere than in repeated tokens."""
+    places = [(row, (row.asked[:-1] > 0).nonzero().flatten()) for row in rows]
+    following = all(torch.equal(row.labels[found], row.tokens[found + 1]) for row, found in places)
+    return following and any(not torch.equal(row.labels[found], row.tokens[found]) for row, found in places)
 
 
 def normalized(dump: Dump, asked: Sequence[Tensor], reduction: Any = None) -> list[Tensor]:

@@ -81,6 +81,9 @@ class GradientRecorder:
         records: Whether this process writes its micro-batches. Let one process of each data-parallel rank do so.
         layout: Sizes such as `{"tensor": 2, "context": 2}`.
         layers: Whether to record outputs of layers in the first micro-batch.
+
+    Raises:
+        ValueError: If the model has LoRA adapters, which are no part of the truth.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class GradientRecorder:
         layout: Mapping[str, int] | None = None,
         layers: bool = True,
     ) -> None:
+        if any("lora_" in name for name, _ in model.named_parameters()):
+            raise ValueError("The model has LoRA adapters, which cannot be checked. Train all weights for this update.")
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._world_rank = torch.distributed.get_rank() if parallel else rank or 0
         self._model = model
@@ -112,6 +117,7 @@ class GradientRecorder:
         }
         self._tensors: dict[str, Tensor] = {}
         self._num_batches = 0
+        self._versions: list[int] = []
         self._computed: torch.dtype | None = None
         self._hooks = [
             layer.register_forward_hook(self._watch(f"layer.{index}" if layers else ""))
@@ -138,6 +144,8 @@ class GradientRecorder:
             raise ValueError(f"micro_batch: unknown columns {', '.join(unknown)}. Columns: {', '.join(COLUMNS)}.")
         given = {name: torch.as_tensor(value) for name, value in columns.items() if value is not None}
         self._tensors |= {f"{self._num_batches}.{name}": _copy(value) for name, value in given.items()}
+        if self._num_batches == 0:
+            self._versions = self._weight_versions()
         self._num_batches += 1
 
     def counts(self, **counts: float) -> None:
@@ -155,7 +163,15 @@ class GradientRecorder:
 
         Returns:
             The folder.
+
+        Raises:
+            ValueError: If no micro-batch was recorded, or weights changed since the first one.
         """
+        if self._records and not self._num_batches:
+            raise ValueError("save: no micro-batch was recorded. Call micro_batch() before each forward pass.")
+        # FSDP may write into parameters of its own accord.
+        if self._num_batches and self._facts["num_ranks"] == 1 and self._weight_versions() != self._versions:
+            raise ValueError("save: weights changed since the first micro-batch. Call save() before optimizer.step().")
         for hook in self._hooks:
             hook.remove()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -186,6 +202,10 @@ class GradientRecorder:
         }
         (self._folder / "dump.json").write_text(json.dumps(self._facts, indent=2))
         return self._folder
+
+    def _weight_versions(self) -> list[int]:
+        """Return how often each parameter was changed in place, as torch counts it."""
+        return [parameter._version for parameter in self._model.parameters()]
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors on the host, by clean names, in the first process. Every process must call it."""

@@ -164,6 +164,7 @@ class Reference:
         by_labels: bool = False,
         settings: Mapping[str, Any] | None = None,
         numbers: Callable[[Row], dict[str, Tensor]] = lambda row: row.numbers,
+        vocabulary_parts: int = 1,
     ) -> Gradients:
         """Return the gradient of the batch.
 
@@ -174,6 +175,8 @@ class Reference:
             by_labels: Whether targets are what labels say, instead of the tokens of the row.
             settings: Settings of the loss that replace those of the dump.
             numbers: A function that returns the columns of a row which the loss reads.
+            vocabulary_parts: How many ranks take whole logits for their part of the vocabulary. All add their sum of
+                exponentials, each keeps the gradient of its part, and the first one alone finds the token.
         """
         loss = {**self.dump.loss, **(settings or {})}
         weights = [pad(each, (0, 1)) for each in (self.weights if weights is None else weights)]
@@ -191,7 +194,7 @@ class Reference:
                 row, where = self.dump.rows[stretch.row], slice(stretch.where.start + 1, stretch.where.stop + 1)
                 targets = row.labels.clamp(min=0) if by_labels else row.tokens
                 index = (torch.arange(where.start, where.stop) + offset).clamp(0, len(targets) - 1)
-                logprobs = self._logprobs(stretch, targets[index], loss.get("temperature", 1.0))
+                logprobs = self._logprobs(stretch, targets[index], loss.get("temperature", 1.0), vocabulary_parts)
                 own = weights[stretch.row][where].to(logprobs)
                 columns = {name: pad(value, (0, 1))[where].to(logprobs) for name, value in numbers(row).items()}
                 if loss["name"] != "dpo":
@@ -224,10 +227,12 @@ class Reference:
                     found[layer][place, stretch.where.start : stretch.where.stop] = _host(output)[0]
         return found
 
-    def _logprobs(self, stretch: Stretch, targets: Tensor, temperature: float) -> Tensor:
+    def _logprobs(self, stretch: Stretch, targets: Tensor, temperature: float, parts: int) -> Tensor:
         wide = torch.float32 if self.rounds else torch.float64
-        scores = torch.log_softmax(self._logits(stretch).to(wide) / temperature, dim=-1)
-        return scores.gather(-1, targets.to(scores.device)[:, None])[:, 0]
+        scores = self._logits(stretch).to(wide) / temperature
+        targets = targets.to(scores.device)
+        found = scores.gather(-1, targets[:, None])[:, 0] * (targets < scores.shape[-1] / parts)
+        return found - scores.logsumexp(-1) / parts
 
     def _logits(self, stretch: Stretch) -> Tensor:
         self.reading[:] = [stretch]

@@ -13,11 +13,19 @@ from spurline_oracle.comparison import ALLOWANCE, Departure, Noise, compare, nor
 from spurline_oracle.dump import Dump
 from spurline_oracle.hypotheses import HYPOTHESES
 from spurline_oracle.losses import check_loss
-from spurline_oracle.scales import Scale, scales_of
 from spurline_oracle.truth import Prediction, Reference
 
 _SAME = 0.3
 """The excess below which a hypothesis is too close to the truth on this batch to be told from it."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A factor that a mistake would multiply gradients by. `text` says which number it is."""
+
+    value: float
+    text: str
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,21 +109,65 @@ def _tried(prediction: Prediction, reference: Reference, noise: Noise) -> Explan
     plain = compare(gradients, predicted, noise)
     factor = scale(gradients, predicted)
     options: list[tuple[Departure, Scale | None]] = [(plain, None)] if prediction.name else []
-    known = scales_of(reference.dump)
+    known = _scales_of(reference.dump)
     if prediction.ratio > 0 and abs(prediction.ratio - 1) > 1e-9:
         known.append(Scale(prediction.ratio, "", "The normalizer is that of the right tokens."))
     for one in known:
         if abs(factor / one.value - 1) < max(2 * noise.overall, 1e-5):
             options.append((compare(gradients, predicted, noise, one.value), one))
     if not prediction.name and not options:
-        hint = "Their norm is 1: were they recorded after clipping?" if abs(norm(gradients) - 1) < 1e-3 else ""
-        one = Scale(factor, f"{factor:.6g}", hint or "No number of the batch explains it. Give the recorder `counts`.")
+        size = norm(gradients)
+        hint = "No number of the batch explains it. Give the recorder `counts`. Were gradients clipped before save()?"
+        if abs(size / float(f"{size:.1g}") - 1) < 1e-3:
+            hint = f"Their norm is {size:.1g}, as after clipping. Call save() before."
+        one = Scale(factor, f"{factor:.6g}", hint)
         options.append((compare(gradients, predicted, noise, factor), one))
     if prediction.name and compare(predicted, reference.shown(reference.truth), noise).excess < _SAME:
         return None
     departure, used = min(options, key=lambda option: option[0].excess)
     words = " ".join(filter(None, (prediction.words, used.words if used else "")))
     return Explanation(prediction.name, words, departure, used)
+
+
+def _scales_of(dump: Dump) -> list[Scale]:
+    """Return the factors other than 1 that the numbers of a dump can explain, one for each value."""
+    rows, ranks = dump.rows, dump.facts["num_ranks"]
+    batches = max(row.micro_batch for row in rows) + 1
+    learned = sum(float(row.wanted.sum()) for row in rows)
+    given = {f"your count {name}": count for name, count in dump.facts["counts"].items() if count}
+    sizes = {
+        "the number of micro-batches": batches,
+        "the number of ranks": ranks,
+        **({"the number of micro-batches on all ranks": batches * ranks} if batches > 1 < ranks else {}),
+        **{f"the number of {name} ranks": size for name, size in dump.facts["layout"].items()},
+        **given,
+    }
+    tokens = {
+        "all tokens, prompts included": sum(int(row.valid.sum()) for row in rows),
+        "all tokens and padding": sum(len(row.tokens) for row in rows),
+        "labels, also those of first tokens or padding": sum(float(row.asked.sum()) for row in rows),
+        "sequences": sum(len(row.ranges) for row in rows),
+        "rows of a micro-batch": len(rows) / (batches * ranks),
+        **given,
+    }
+    summed = "Gradients of parts were summed and not divided."
+    twice = "They were divided twice: by a normalizer of the whole update, and by this number."
+    other = "The loss was divided by a count of other things than the learned tokens of this update."
+    found = [Scale(size, f"{name} ({size:g})", summed) for name, size in sizes.items()]
+    found += [Scale(1 / size, f"1 / {name} (1/{size:g})", twice) for name, size in sizes.items()]
+    if dump.loss["reduction"] == "token_mean":
+        found.append(Scale(learned, f"the number of learned tokens ({learned:g})", "The loss was summed."))
+        for name, count in tokens.items():
+            found.append(Scale(learned / count, f"learned tokens / {name} ({learned:g}/{count:g})", other))
+    for name, count in given.items():
+        found.append(Scale(batches / count, f"micro-batches / {name} ({batches}/{count:g})", "Windows were mixed up."))
+    merged: dict[str, Scale] = {}
+    for each in found:
+        key = f"{each.value:.9g}"
+        before = f"{merged[key].text} or " if key in merged else ""
+        merged[key] = Scale(each.value, before + each.text, merged.get(key, each).words)
+    merged.pop("1", None)
+    return list(merged.values())
 
 
 def _first_layer(dump: Dump, reference: Reference, noisy: Reference) -> str | None:
