@@ -376,6 +376,16 @@ def not_accumulated(folder: Path) -> None:
     recorder.save(norms=True)
 
 
+def clipped_too_often(folder: Path) -> None:
+    model, found = model_of("llama"), batches()
+    recorder = GradientRecorder(model, folder)
+    for batch in found:
+        recorder.micro_batch(**batch)
+        model(**batch, num_items_in_batch=num_learned(found)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.37)
+    recorder.save()
+
+
 def logit_scale_lost(folder: Path) -> None:
     """Call the output layer directly, as fused losses do, without the division of the model (Granite)."""
     model, found = model_of("granite"), batches()
@@ -492,6 +502,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "missing tensor-parallel sum behind the layers (2 ranks)",
     ),
     "zero_grad in the loop, norms alone": (not_accumulated, "only the last micro-batch"),
+    "clipped after each micro-batch": (clipped_too_often, "micro-batches with factors of their own"),
     "temperature forgotten": (lambda folder: policy(folder, temperature=1.0), "temperature missing"),
     "old log-probabilities misaligned": (
         lambda folder: policy(folder, roll=1),

@@ -6,7 +6,7 @@ times that noise, since other kernels, layouts and orders of sums round differen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,8 +67,13 @@ def norm(gradients: Mapping[str, Tensor]) -> float:
 
 def scale(gradients: Gradients, prediction: Gradients) -> float:
     """Return the factor by which the prediction must be multiplied to come closest to the gradients."""
-    product = sum(float((value * prediction[name]).sum()) for name, value in gradients.items())
-    return product / max(sum(float((prediction[name] ** 2).sum()) for name in gradients), 1e-300)
+    squares = inner_product(gradients, prediction, prediction)
+    return inner_product(gradients, gradients, prediction) / max(squares, 1e-300)
+
+
+def inner_product(names: Iterable[str], one: Gradients, other: Gradients) -> float:
+    """Return the sum of the products of all values with these names."""
+    return sum(float((one[name] * other[name]).sum()) for name in names)
 
 
 def compare(gradients: Gradients, prediction: Gradients, noise: Noise, factor: float = 1.0) -> Departure:

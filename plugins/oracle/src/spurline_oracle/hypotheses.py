@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spurline_models.architecture import output_layer
+from spurline_oracle.comparison import inner_product
 from spurline_oracle.dump import Row
 from spurline_oracle.losses import mean_of_parts, normalized
 from spurline_oracle.tensor_parallel import (
@@ -228,6 +229,30 @@ def preference_loss(reference: Reference) -> Iterable[Prediction]:
         yield reference.predict("log-probabilities averaged", words, settings={"averages": True})
 
 
+def factors_of_micro_batches(reference: Reference) -> Iterable[Prediction]:
+    """Multiply the gradient of each micro-batch by the factor that explains the sum best.
+
+    Some other mistakes are such sums too, so this is tried only if none of them explains the gradients.
+    """
+    groups, recorded = reference.dump.micro_batches, reference.recorded
+    if reference.dump.facts["norms"] or not 1 < len(groups) <= _MOST_FACTORS:
+        return
+    parts = [
+        reference.gradient([each * (index in group) for index, each in enumerate(reference.weights)])
+        for group in groups
+    ]
+    products = torch.tensor([[inner_product(recorded, one, other) for other in parts] for one in parts])
+    aims = torch.tensor([inner_product(recorded, one, recorded) for one in parts])
+    factors = torch.linalg.lstsq(products, aims[:, None]).solution[:, 0].tolist()
+    words = (
+        f"The gradients of micro-batches were multiplied by {', '.join(f'{factor:.3g}' for factor in factors)}, in the "
+        "order of ranks and micro-batches. Were they clipped, or scaled, within the loop of the micro-batches?"
+    )
+    names = reference.truth
+    summed = {name: sum(factor * part[name] for factor, part in zip(factors, parts, strict=True)) for name in names}
+    yield Prediction("micro-batches with factors of their own", words, summed)
+
+
 HYPOTHESES: tuple[Hypothesis, ...] = (
     detached,
     mean_of_means,
@@ -247,7 +272,10 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     missing_sums_of_inputs,
     gathered_logits,
 )
-"""All hypotheses."""
+"""The hypotheses that are tried at first."""
+
+_MOST_FACTORS = 16
+"""The largest number of micro-batches whose gradients are held at once."""
 
 
 def _counting_on(row: Row, index: int) -> Iterable[Stretch]:

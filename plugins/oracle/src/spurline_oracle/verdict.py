@@ -11,7 +11,7 @@ import torch
 from spurline.errors import DataError
 from spurline_oracle.comparison import ALLOWANCE, Departure, Noise, compare, norm, scale
 from spurline_oracle.dump import Dump
-from spurline_oracle.hypotheses import HYPOTHESES
+from spurline_oracle.hypotheses import HYPOTHESES, factors_of_micro_batches
 from spurline_oracle.losses import check_loss
 from spurline_oracle.truth import Prediction, Reference
 
@@ -92,6 +92,9 @@ def judge(dump: Dump, device: Literal["auto", "cpu", "cuda"] = "auto") -> Verdic
     if verdict.is_clean or verdict.departure.excess == float("inf"):
         return verdict
     tried = [each for prediction in _predictions(reference) if (each := _tried(prediction, reference, noise))]
+    if all(each.departure.excess > 1 for each in tried):
+        more = factors_of_micro_batches(reference)
+        tried += [each for prediction in more if (each := _tried(prediction, reference, noise))]
     # A mistake that needs no factor is more likely.
     left = lambda each: each.departure.total * (2 if each.scale and each.name else 1)  # noqa: E731
     return replace(verdict, tried=sorted(tried, key=lambda each: (each.departure.excess > 1, left(each))))
