@@ -348,6 +348,12 @@ def test_groups_come_back_from_a_recording_with_their_columns() -> None:
     group = Group("rows:0@0", 0, tuple(make_trajectories([[(3, 4)], [(2, 2)]])), {"weight": 0.25})
     (found,) = groups_of(groups_state([group]))
     assert found.columns == {"weight": 0.25}
+    blocks: Any = groups_state([group])["blocks"]
+    # Earlier recordings held one block alone.
+    (older,) = blocks
+    for entry in older["groups"]:
+        del entry["columns"]
+    assert next(groups_of(older)).columns == {}
 
 
 class TestPlugin(PluginContract):

@@ -126,6 +126,18 @@ def test_groups_are_read_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert len(seen) == 4
 
 
+def test_groups_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
+    turn = Turn(np.array([1, 2]), np.array([3, 4, 5]), np.array([1, 1, 0]), logprobs=np.array([-0.1, -0.2, -0.3]))
+    group = Group("rows:7@9", 9, (Trajectory("rows:7@9", 0, (turn, turn), {"right": 0.1}, {"prompt": "é"}),))
+    blocks: Any = groups_state([group])["blocks"]
+    # All groups were one block then, it was the state, and each turn had a prompt of its own.
+    block = {**next(iter(blocks)), "version": 3}
+    assert block.pop("prompts")["values"].tolist() == [1, 2]
+    block["fields"] |= {"prompt_ids": {"lengths": np.array([2, 2]), "values": np.array([1, 2, 1, 2], np.int32)}}
+    write_state(tmp_path / "groups", block)
+    assert_same([*groups_of(read_state(tmp_path / "groups"))], [group])
+
+
 def test_what_an_environment_logs_may_be_anything() -> None:
     turn = Turn(np.array([1]), np.array([2]), np.array([1]))
     odd = {"path": Path("/a"), "array": {"__array__": "0"}}

@@ -132,7 +132,7 @@ def test_after_a_restart_first_in_first_out_waits_for_groups_that_have_not_start
     scheduler = make(order="fifo", max_running=1)
     states = np.array([State.RUNNING, State.RUNNING, State.BUFFERED, State.BUFFERED])
     scheduler.load_state_dict(
-        {"ledger": {"states": states}, "buffered": [[2, 0], [3, 0]], "fillers": [], "left_out": 0, "depth": {}}
+        {"ledger": {"states": states}, "buffered": [[2, 0], [3, 0]], "fillers": [], "left_out": 0}
     )
     assert scheduler.next_batch() is None
     with pytest.raises(AssertionError, match=r"draw 4 cannot start before \[0, 1\]"):
@@ -170,7 +170,7 @@ def test_that_the_depth_holds_groups_back_does_not_mean_that_draws_have_run_out(
     # The prompt that `fifo` waits for was interrupted, as many groups as the depth allows are finished after it.
     scheduler = make(order="fifo", depth=2, draw_limit=16)
     states = np.array([State.RUNNING, State.BUFFERED, State.BUFFERED, State.FILTERED, State.FILTERED])
-    saved = {"ledger": {"states": states}, "buffered": [[1, 0], [2, 0]], "fillers": [3, 4], "left_out": 2, "depth": {}}
+    saved = {"ledger": {"states": states}, "buffered": [[1, 0], [2, 0]], "fillers": [3, 4], "left_out": 2}
     scheduler.load_state_dict(saved)
     assert not scheduler.may_admit()
     assert scheduler.next_batch() is None

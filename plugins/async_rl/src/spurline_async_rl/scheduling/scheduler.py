@@ -281,7 +281,9 @@ class Scheduler:
         self._pending = deque(self.in_state(State.PENDING))
         self._buffered = {int(draw): int(version) for draw, version in buffered}
         self._filtered = [int(draw) for draw in fillers]
-        self.depth.load_state_dict(state["depth"])
+        # Earlier checkpoints have no depth.
+        if "depth" in state:
+            self.depth.load_state_dict(state["depth"])
         self.check()
 
     def check(self) -> None:

@@ -190,8 +190,10 @@ class Producer:
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
         """Restore a state. Without `keep_groups`, finished groups are generated again."""
         self.scheduler.load_state_dict(state, keep_groups=keep_groups)
-        self._costs = {name: int(count) for name, count in state["costs"].items()}
-        self._given_up = [GivenUpPrompt(**prompt) for prompt in state["given_up"]]
+        costs = {name: int(count) for name, count in state["costs"].items()}
+        # Earlier checkpoints have only the number of the prompts that were given up.
+        unnamed = [asdict(GivenUpPrompt("", -1, "before a resume"))] * costs.pop("quarantined", 0)
+        self._costs, self._given_up = costs, [GivenUpPrompt(**prompt) for prompt in state.get("given_up", unnamed)]
         groups = groups_of(state["groups"]) if keep_groups else ()
         self._groups = {group.draw: self._ready(group) for group in groups}
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,8 @@ def groups_state(groups: Sequence[Group]) -> dict[str, object]:
 
 def groups_of(state: Mapping[str, Any]) -> Iterator[Group]:
     """Yield the groups of a `groups_state`, and read only one block at a time."""
-    return (group for block in state["blocks"] for group in _groups_of_block(block))
+    # Earlier checkpoints and recordings have all groups in one block.
+    return (group for block in state.get("blocks", [state]) for group in _groups_of_block(block))
 
 
 def _blocks(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
@@ -90,15 +91,26 @@ def _block_state(groups: Sequence[Group]) -> dict[str, object]:
     }
 
 
-def _groups_of_block(state: Mapping[str, Any]) -> list[Group]:
-    columns: dict[str, Iterator[Any]] = {name: iter(_split(joined)) for name, joined in state["fields"].items()}
-    columns["prompt_ids"] = iter(_split_prompts(**state["prompts"]))
-    ends = iter(zip(state["finish_reasons"], state["engines"], strict=True))
+def _engines(stored: str | Sequence[str]) -> tuple[str, ...]:
+    # Earlier versions stored the names as one text.
+    return tuple(filter(None, stored.split(", "))) if isinstance(stored, str) else tuple(stored)
+
+
+def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
+    fields = cast("Mapping[str, Mapping[str, Any]]", state["fields"])
+    columns = {name: iter(_split(joined)) for name, joined in fields.items()}
+    # Earlier recordings have the prompt of each turn among the fields.
+    if "prompts" in state:
+        columns["prompt_ids"] = iter(_split_prompts(**cast("Mapping[str, Any]", state["prompts"])))
+    reasons = cast("Sequence[Any]", state["finish_reasons"])
+    # Earlier checkpoints and recordings have no engines.
+    engines = cast("Sequence[str | Sequence[str]]", state.get("engines", [()] * len(reasons)))
+    ends = iter(zip(reasons, engines, strict=True))
 
     def next_turn() -> Turn:
         values: dict[str, Any] = {name: next(column) for name, column in columns.items()}
         reason, names = next(ends)
-        return Turn(**values, finish_reason=reason, engines=tuple(names))
+        return Turn(**values, finish_reason=reason, engines=_engines(names))
 
     return [
         Group(
@@ -111,17 +123,18 @@ def _groups_of_block(state: Mapping[str, Any]) -> list[Group]:
                     tuple(next_turn() for _ in range(item["turns"])),
                     item["rewards"],
                     json.loads(item["info"]),
-                    item["retries"],
-                    item["counts"],
+                    # Earlier checkpoints have no retries, and groups without the last fields.
+                    item.get("retries", 0),
+                    item.get("counts", True),
                 )
                 for item in group["trajectories"]
             ),
-            group["columns"],
-            group["tags"],
-            group["token_columns"],
-            group["prompts"],
+            group.get("columns", {}),
+            group.get("tags", {}),
+            group.get("token_columns", {}),
+            group.get("prompts", {}),
         )
-        for group in state["groups"]
+        for group in cast("Sequence[Mapping[str, Any]]", state["groups"])
     ]
 
 
