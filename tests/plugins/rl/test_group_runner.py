@@ -297,6 +297,18 @@ def test_errors_that_are_not_about_an_attempt_end_the_run_at_once(error):
         run_and_leave_nothing(make_runner(wrong, max_groups=10), Prompt(0), Prompt(1))
 
 
+def test_an_error_that_cannot_be_told_ends_the_run_instead_of_leaving_it_waiting():
+    class WithoutTextError(Exception):
+        def __str__(self) -> str:
+            raise LookupError("no text")
+
+    async def wrong(task: Task, policy: PolicyHandle) -> Trajectory:
+        raise WithoutTextError
+
+    with pytest.raises(LookupError, match="no text"):
+        run_and_leave_nothing(make_runner(wrong), Prompt(0))
+
+
 async def hangs(task: Task, policy: PolicyHandle) -> Trajectory:
     await asyncio.sleep(3600)
     raise AssertionError("unreachable")

@@ -188,16 +188,23 @@ class GroupRunner:
         # One event for all attempts takes less of the controller's time than a future for each.
         num_open, is_over = len(tasks), asyncio.Event()
 
+        def repeated(call: Call[Trajectory]) -> bool:
+            number = calls.index(call)
+            call.error = self._last_error(tasks[number], num_failed[number], call.error)
+            if call.error is not None:
+                return False
+            num_failed[number] += 1
+            work = partial(self._attempt, tasks[number], num_failed[number], label)
+            calls[number] = self._places.start(call.what, work, call.on_end, limit)
+            return True
+
         def on_end(call: Call[Trajectory]) -> None:
             nonlocal num_open
-            number = calls.index(call)
-            if call.error is not None:
-                call.error = self._last_error(tasks[number], num_failed[number], call.error)
-                if call.error is None:
-                    num_failed[number] += 1
-                    work = partial(self._attempt, tasks[number], num_failed[number], label)
-                    calls[number] = self._places.start(call.what, work, call.on_end, limit)
+            try:
+                if call.error is not None and repeated(call):
                     return
+            except BaseException as error:  # noqa: BLE001 - without a caller, it would leave the group waiting
+                call.error = error
             num_open -= 1
             if call.error is not None or not num_open:
                 is_over.set()

@@ -165,7 +165,7 @@ class PromptSource(BatchSource):
         self._backend = backend
         self._kept.start(step - 1)
 
-    def recall(self, run_dir: Path | None, step: int) -> None:
+    def recall(self, run_dir: Path | None, step: int) -> int:
         """Train in a step on the attempts that a run has kept for it, and make only those that it has not kept.
 
         This has no effect with `router_replay`, `sampling.top_k` or rewards of a model, since such attempts are not
@@ -173,11 +173,19 @@ class PromptSource(BatchSource):
 
         Args:
             run_dir: A run that began the step with the same weights and settings, or None to make all attempts.
+
+        Returns:
+            The number of prompts whose attempts are used.
+
+        Raises:
+            RunDirectoryError: If the kept attempts cannot be read.
         """
         settings = self._settings
         # Rewards of models would be added once more.
         is_whole = not (settings.router_replay or settings.sampling.top_k or settings.environment.model_rewards)
-        self._attempts.training.recalled = KeptRollouts(run_dir).outcomes(step) if run_dir and is_whole else {}
+        found = KeptRollouts(run_dir).outcomes(step) if run_dir and is_whole else {}
+        self._attempts.training.recalled = found
+        return len(found)
 
     def summary(self) -> Mapping[str, object]:
         config, facts = self._settings, self._prompts.summary()

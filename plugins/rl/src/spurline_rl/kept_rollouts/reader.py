@@ -165,6 +165,7 @@ class KeptAttempt:
         retries: Number of failed tries before this attempt.
         counts: Whether advantages compare other attempts with this one.
         info: The environment's `info` of the attempt.
+        info_is_whole: Whether `info` has all values as they were. Values that are not JSON are kept as texts.
         engines: Names of the engines that generated the tokens; empty if they have no names.
         finish_reason: Finish reason of the last turn.
     """
@@ -183,6 +184,7 @@ class KeptAttempt:
     retries: int
     counts: bool
     info: Mapping[str, Any]
+    info_is_whole: bool
     engines: Sequence[str]
     num_response_tokens: int
     finish_reason: str
@@ -261,17 +263,19 @@ class KeptRollouts:
     def outcomes(self, step: int) -> Mapping[str, tuple[Trajectory, ...] | GivenUpPrompt]:
         """Return for each prompt of a step, by uid, all its attempts with the same bits, or that it was given up.
 
-        Prompts with tokens that are older than the last update are left out. Turns have no `engines`, `support` and
-        `routed_experts`, which are not kept.
+        Prompts with tokens that are older than the last update, or with an `info` that is not whole, are left out.
+        Turns have no `engines`, `support` and `routed_experts`, which are not kept.
         """
         found: dict[str, tuple[Trajectory, ...] | GivenUpPrompt] = {
             lost.uid: GivenUpPrompt(lost.uid, lost.draw, lost.reason, lost.info.get("environment", ""))
             for lost in self.given_up([step])
         }
         for uid, attempts in groupby(self.attempts([step]), attrgetter("uid")):
-            made = tuple(attempt.as_trajectory() for attempt in attempts)
+            kept = [*attempts]
+            made = tuple(attempt.as_trajectory() for attempt in kept)
             versions = [turn.versions for attempt in made for turn in attempt.turns]
-            if all(each is not None and bool((each == step - 1).all()) for each in versions):
+            is_new = all(each is not None and bool((each == step - 1).all()) for each in versions)
+            if is_new and all(attempt.info_is_whole for attempt in kept):
                 found[uid] = made
         return found
 

@@ -47,6 +47,7 @@ DETAILS: Mapping[str, pa.DataType] = {
     "retries": pa.int32(),
     "counts": pa.bool_(),
     "info": pa.string(),
+    "info_is_whole": pa.bool_(),
     "engines": pa.string(),
     "turn_prompt": _INT,
     "turn_response": _INT,
@@ -173,6 +174,7 @@ def _attempts_table(
         "retries": [attempt.retries for attempt in attempts],
         "counts": [attempt.counts for attempt in attempts],
         "info": [_json(attempt.info) for attempt in attempts],
+        "info_is_whole": [_is_json(attempt.info) for attempt in attempts],
         "engines": [
             json.dumps([*dict.fromkeys(name for turn in attempt.turns for name in turn.engines)])
             for attempt in attempts
@@ -230,9 +232,22 @@ def _json(values: Mapping[str, Any]) -> str:
     """Return the values as a JSON object. If a value cannot be written as JSON, all values are written as texts."""
     try:
         # Python would write infinity and NaN, which are not JSON.
-        return json.dumps(dict(values), default=str, allow_nan=False)
+        return json.dumps(dict(values), default=_plain, allow_nan=False)
     except (TypeError, ValueError):
         return json.dumps({str(name): str(value) for name, value in values.items()})
+
+
+def _is_json(values: Mapping[str, Any]) -> bool:
+    """Return whether `_json` writes all values as they are, and none as a text."""
+    try:
+        json.dumps(dict(values), default=np.generic.item, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _utf8(text: str) -> str:
