@@ -117,7 +117,7 @@ class GradientRecorder:
         }
         self._tensors: dict[str, Tensor] = {}
         self._num_batches = 0
-        self._versions: list[int] = []
+        self._weights: list[float] = []
         self._computed: torch.dtype | None = None
         self._hooks = [
             layer.register_forward_hook(self._watch(f"layer.{index}" if layers else ""))
@@ -145,7 +145,7 @@ class GradientRecorder:
         given = {name: torch.as_tensor(value) for name, value in columns.items() if value is not None}
         self._tensors |= {f"{self._num_batches}.{name}": _copy(value) for name, value in given.items()}
         if self._num_batches == 0:
-            self._versions = self._weight_versions()
+            self._weights = self._weight_sums()
         self._num_batches += 1
 
     def counts(self, **counts: float) -> None:
@@ -167,13 +167,13 @@ class GradientRecorder:
         Raises:
             ValueError: If no micro-batch was recorded, or weights changed since the first one.
         """
-        if self._records and not self._num_batches:
-            raise ValueError("save: no micro-batch was recorded. Call micro_batch() before each forward pass.")
-        # FSDP may write into parameters of its own accord.
-        if self._num_batches and self._facts["num_ranks"] == 1 and self._weight_versions() != self._versions:
-            raise ValueError("save: weights changed since the first micro-batch. Call save() before optimizer.step().")
         for hook in self._hooks:
             hook.remove()
+        if self._records and not self._num_batches:
+            raise ValueError("save: no micro-batch was recorded. Call micro_batch() before each forward pass.")
+        # FSDP may hold whole parameters for some time.
+        if self._num_batches and self._facts["num_ranks"] == 1 and self._weight_sums() != self._weights:
+            raise ValueError("save: weights changed since the first micro-batch. Call save() before optimizer.step().")
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._records:
             save_file(self._tensors, self._folder / f"rank-{self._rank}.safetensors")
@@ -203,9 +203,10 @@ class GradientRecorder:
         (self._folder / "dump.json").write_text(json.dumps(self._facts, indent=2))
         return self._folder
 
-    def _weight_versions(self) -> list[int]:
-        """Return how often each parameter was changed in place, as torch counts it."""
-        return [parameter._version for parameter in self._model.parameters()]
+    def _weight_sums(self) -> list[float]:
+        """Return the sum of each parameter, or of its part in this process."""
+        parts = [getattr(each, "_local_tensor", each).detach() for each in self._model.parameters()]
+        return [float(part.sum(dtype=torch.float64)) for part in parts]
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors on the host, by clean names, in the first process. Every process must call it."""
