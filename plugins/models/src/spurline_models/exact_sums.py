@@ -100,6 +100,11 @@ def _multiple_of(unit: float, values: Tensor) -> Tensor:
     return (values + shift).sub_(shift)
 
 
+def sum_of(values: Tensor) -> float:
+    """Return the sum of float64 or fp32 values, rounded once. It is NaN if a value is not finite."""
+    return math.fsum(values.tolist()) if bool(values.isfinite().all()) else math.nan
+
+
 def largest_of(tensors: Iterable[Tensor]) -> float:
     """Return the largest absolute value, which is infinite if a value is not finite."""
     found = [_largest(tensor) for tensor in tensors if tensor.numel()]

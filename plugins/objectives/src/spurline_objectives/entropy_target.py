@@ -10,7 +10,6 @@ has no state between steps, so c is constant here, and a resumed run needs none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.loss import LogprobsOfRows, TokenLossInputs
+from spurline_models.exact_sums import sum_of
 from spurline_objectives.configs import EntropyTargetConfig
 from spurline_rl.losses.algorithms import Ppo
 from spurline_rl.losses.policy_loss import bounded_exp
@@ -45,8 +45,8 @@ class EntropyTarget(Ppo):
         before, drawn_with = old[trained].double(), batch.tokens["rollout_logprobs"][trained].double()
         weights = bounded_exp(before - drawn_with)
         # Sums without rounding do not depend on the packing.
-        total = math.fsum(weights.tolist())
-        entropy = -math.fsum((weights * before).tolist()) / total if total else 0.0
+        total = sum_of(weights)
+        entropy = -sum_of(weights * before) / total if total else 0.0
         coefficient = self.config.entropy_coefficient if entropy <= self._target else 0.0
         return {_COEFFICIENTS: torch.full_like(old, coefficient)}
 

@@ -17,7 +17,6 @@ the loss of a step is the mean over answers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError
 from spurline.protocols.loss import LogprobsOfRows, MetricValues, TokenLossInputs
+from spurline_models.exact_sums import sum_of
 from spurline_preference.configs import KtoConfig
 
 
@@ -50,9 +50,9 @@ class Kto:
         weights = batch.tokens["loss_weights"]
         has_loss = is_mismatched[:, None] & (weights != 0)
         # The sum is exact, so it does not depend on the packing.
-        kl = math.fsum(ratio[has_loss].tolist()) / count
+        kl = sum_of(ratio[has_loss]) / count
         return {
-            "kl": torch.full_like(weights, max(0.0, kl)),
+            "kl": torch.full_like(weights, max(kl, 0.0)),
             "loss_weights": torch.where(is_mismatched[:, None], 0.0, weights),
         }
 
