@@ -91,6 +91,13 @@ def test_a_changed_fork_equals_its_parent_up_to_the_first_step_that_the_change_t
     assert now[4]["rows"] == then[4]["rows"]
     assert now[4]["rollouts"] != then[4]["rollouts"]
     assert "From step 4 on, rollouts are generated" in err
+    assert "rewards are those that" in err
+    # Without the rollouts of the parent, noise comes first.
+    (parent / "rollouts" / "step-000003.parquet").unlink()
+    code, _, err = spurline("fork", f"{parent}@2", "--steps", 3, "--run-dir", parent.with_name("noisy"))
+    assert code == 0, err
+    assert "kept none of them whole" in err
+    assert read_lineage(parent.with_name("noisy"))[3]["rollouts"] != then[3]["rollouts"]
     # A setting that shapes rollouts is the cause itself.
     hot = ("--set", "source.sampling.temperature=1.5", "--steps", 3)
     assert spurline("fork", f"{parent}@2", *hot, "--run-dir", hotter)[0] == 0
@@ -112,6 +119,11 @@ def test_a_fork_generates_where_its_parent_went_on_with_other_settings(
     assert now[3]["chain"] == then[3]["chain"]
     assert now[4]["rollouts"] != then[4]["rollouts"]
     assert "From step 4 on, rollouts are generated" in err
+    # Without the checkpoint at the change, later ones do not tell the settings of the steps before it.
+    shutil.rmtree(parent / "checkpoints" / "step-00000003")
+    code, _, err = spurline("fork", f"{parent}@2", "--run-dir", parent.with_name("other"))
+    assert code == 2
+    assert "source.sampling.temperature was changed after step 3" in err
 
 
 def test_a_fork_may_change_what_a_resume_refuses_but_not_what_its_checkpoint_does_not_fit(

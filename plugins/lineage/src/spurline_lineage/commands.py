@@ -22,6 +22,7 @@ def fork(
     run_dir: Annotated[Path, typer.Option(help="Folder of the new run.")],
     overrides: SetOption = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Last step of the new run. Default: as the parent.")] = None,
+    generate: Annotated[bool, typer.Option("--generate", help="Do not use rollouts that the run has kept.")] = False,
 ) -> None:
     """Train a new run from a checkpoint of another run, with the same draws and seeds and with changed settings."""
     from spurline.run.directory import check_run_directory
@@ -36,7 +37,8 @@ def fork(
         from spurline_lineage.fork import checkpoint_at, make_fork
 
     last = [] if steps is None else [f"steps={steps}", "epochs=null"]
-    loaded = make_fork(Path(parent), checkpoint_at(Path(parent), step), [*(overrides or []), *last], run_dir)
+    changes, checkpoint = [*(overrides or []), *last], checkpoint_at(Path(parent), step)
+    loaded = make_fork(Path(parent), checkpoint, changes, run_dir, recalls=not generate)
     start = StartLines()
     start.show(banner(loaded))
     result = Run(loaded, progress=start).train()

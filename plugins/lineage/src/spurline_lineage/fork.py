@@ -75,7 +75,9 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], new_dir: Path) -> LoadedConfig:
+def make_fork(
+    run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], new_dir: Path, *, recalls: bool = True
+) -> LoadedConfig:
     """Write a new run directory that goes on from a checkpoint with other settings, and return its config.
 
     If the folder is this fork already, nothing is written: training its config goes on where it was interrupted.
@@ -86,8 +88,10 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
         overrides: `key.path=value` strings that change any settings of the parent's next step. What the state in the
             checkpoint does not fit is refused when the fork is trained, with the words of a resume.
         new_dir: The folder of the fork, new or empty.
+        recalls: Whether to use the rollouts that the parent has kept, while weights, settings and plugins are equal.
 
     Raises:
+        CheckpointError: If the settings of the parent's next step are not known any more.
         ConfigError: If a setting is invalid, or two settings contradict each other.
         RunDirectoryError: If the new folder has other content.
     """
@@ -98,7 +102,8 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
     problems = [problem for problem in _problems(loaded) if problem not in known]
     if problems:
         raise ConfigError(problems, f"the fork of {checkpoint.path}")
-    loaded.host.attach(_ParentsRollouts(run_dir, checkpoint.step + 1), "lineage/rollouts")
+    if recalls and checkpoint.manifest["versions"] == loaded.host.versions():
+        loaded.host.attach(_ParentsRollouts(run_dir, checkpoint.step + 1), "lineage/rollouts")
     if not new_dir.exists() or (new_dir.is_dir() and not any(new_dir.iterdir())):
         _copy_checkpoint(run_dir, checkpoint, loaded)
     elif not _is_fork(new_dir, run_dir, checkpoint):
@@ -112,7 +117,7 @@ def make_fork(run_dir: Path, checkpoint: Checkpoint, overrides: Sequence[str], n
 class _Recalls(Protocol):
     """A source that can use kept rollouts: `spurline_rl.prompt_source.PromptSource`."""
 
-    def recall(self, run_dir: Path | None, step: int) -> None: ...
+    def recall(self, run_dir: Path | None, step: int) -> int: ...
 
 
 @dataclass
@@ -127,8 +132,10 @@ class _ParentsRollouts:
     parent: Path
     first_step: int
     _run: RunView | None = field(default=None, init=False)
-    _is_equal: tuple[bool, bool] = field(default=(False, True), init=False)
-    """Whether the parent has made the rollouts of the last step, and of the next one, as this run would make them."""
+    _is_equal: bool = field(default=True, init=False)
+    """Whether the parent has made the rollouts of the next step as this run would make them."""
+    _to_tell: str = field(default="", init=False)
+    _told: str = field(default="", init=False)
 
     @hookimpl
     def on_run_start(self, run: RunView) -> None:
@@ -143,26 +150,45 @@ class _ParentsRollouts:
 
     @hookimpl
     def on_step_start(self, step: int) -> None:
-        if self._is_equal == (True, False):
-            tell(
-                f"From step {step} on, rollouts are generated: {self.parent} has none from equal weights and settings."
-            )
+        if self._to_tell != self._told:
+            self._told = self._to_tell
+            tell(f"From step {step} on, {self._told}.")
 
     def _begin(self, step: int) -> None:
         """Compare the weights and the settings of a step, and let it use the parent's rollouts if they are equal."""
         assert self._run is not None, "hooks are called before on_run_start"
         if not isinstance(source := self._run.source, _Recalls):
             return
-        was_equal = self._is_equal[1]
-        changed = differences(settings_at(self.parent, step), self._run.config) if was_equal else ()
-        is_equal = was_equal and all(
-            change.mark is OnResume.FREE or _AFTER_ROLLOUTS.match(change.key) for change in changed
-        )
-        if is_equal and step != self.first_step:
-            recorded = read_lineage(self.parent).get(step, {}).get("weights_before")
-            is_equal = recorded is not None and recorded == policy_hash(self._run.backend)
-        self._is_equal = was_equal, is_equal
-        source.recall(self.parent if is_equal else None, step)
+        self._is_equal = self._is_equal and self._has_equal_settings(step) and self._has_equal_weights(step)
+        source.recall(None, step)
+        self._to_tell = f"rollouts are generated: {self.parent} has none from equal weights and settings"
+        if self._is_equal:
+            try:
+                count = source.recall(self.parent, step)
+            except RunDirectoryError as error:
+                count, self._to_tell = 0, f"rollouts are generated: {error}"
+            else:
+                self._to_tell = f"rollouts are generated: {self.parent} has kept none of them whole"
+            if count:
+                self._to_tell = (
+                    f"rollouts and their rewards are those that {self.parent} has kept. A change of code has no effect "
+                    "on them"
+                )
+
+    def _has_equal_settings(self, step: int) -> bool:
+        assert self._run is not None
+        try:
+            changed = differences(settings_at(self.parent, step), self._run.config)
+        except CheckpointError:
+            return False
+        return all(change.mark is OnResume.FREE or _AFTER_ROLLOUTS.match(change.key) for change in changed)
+
+    def _has_equal_weights(self, step: int) -> bool:
+        assert self._run is not None
+        if step == self.first_step:
+            return True
+        recorded = read_lineage(self.parent).get(step, {}).get("weights_before")
+        return recorded is not None and recorded == policy_hash(self._run.backend)
 
 
 def _problems(loaded: LoadedConfig) -> list[Problem]:
@@ -281,7 +307,19 @@ def trained_again(
 
 
 def settings_at(run_dir: Path, step: int) -> Mapping[str, Any]:
-    """Return the settings with which a step was trained. A resume can change settings only at a checkpoint."""
+    """Return the settings with which a step was trained. A resume can change settings only at a checkpoint.
+
+    Raises:
+        CheckpointError: If the checkpoint at the next change was removed, so that the settings are not known.
+    """
     folder = RunDirectory(run_dir)
     later = [path for path in CheckpointStore(folder.checkpoints).paths() if step_of(path) >= step]
-    return read_mapping(later[0] / MANIFEST)["config"] if later else read_mapping(folder.config)
+    manifest = read_mapping(later[0] / MANIFEST) if later else {}
+    history = manifest.get("history", []) if later else read_mapping(folder.summary).get("history", [])
+    for change in history:
+        if change["step"] >= step:
+            raise CheckpointError(
+                f"{run_dir}: {change['key']} was changed after step {change['step']}, and no checkpoint has the "
+                f"settings of step {step} any more. Choose a step after {change['step']}."
+            )
+    return manifest["config"] if later else read_mapping(folder.config)
