@@ -248,8 +248,10 @@ def factors_of_micro_batches(reference: Reference) -> Iterable[Prediction]:
         f"The gradients of micro-batches were multiplied by {', '.join(f'{factor:.3g}' for factor in factors)}, in the "
         "order of ranks and micro-batches. Were they clipped, or scaled, within the loop of the micro-batches?"
     )
-    names = reference.truth
-    summed = {name: sum(factor * part[name] for factor, part in zip(factors, parts, strict=True)) for name in names}
+    summed = {name: torch.zeros_like(value) for name, value in reference.truth.items()}
+    for factor, part in zip(factors, parts, strict=True):
+        for name, value in part.items():
+            summed[name] += factor * value
     yield Prediction("micro-batches with factors of their own", words, summed)
 
 

@@ -188,9 +188,9 @@ class GroupRunner:
         # One event for all attempts takes less of the controller's time than a future for each.
         num_open, is_over = len(tasks), asyncio.Event()
 
-        def repeated(call: Call[Trajectory]) -> bool:
+        def repeated(call: Call[Trajectory], error: BaseException) -> bool:
             number = calls.index(call)
-            call.error = self._last_error(tasks[number], num_failed[number], call.error)
+            call.error = self._last_error(tasks[number], num_failed[number], error)
             if call.error is not None:
                 return False
             num_failed[number] += 1
@@ -201,7 +201,7 @@ class GroupRunner:
         def on_end(call: Call[Trajectory]) -> None:
             nonlocal num_open
             try:
-                if call.error is not None and repeated(call):
+                if call.error is not None and repeated(call, call.error):
                     return
             except BaseException as error:  # noqa: BLE001 - without a caller, it would leave the group waiting
                 call.error = error
