@@ -110,8 +110,10 @@ def test_a_file_in_the_working_directory_can_be_named(tmp_path, monkeypatch):
 
 
 def test_a_file_can_be_named_by_its_path_whatever_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "beside.py").write_text("SCORE = 0.25\n")
-    (tmp_path / "my rewards.py").write_text("from beside import SCORE\n\ndef quarter(answer):\n    return SCORE\n")
+    (tmp_path / "score_beside.py").write_text("SCORE = 0.25\n")
+    (tmp_path / "my rewards.py").write_text(
+        "from score_beside import SCORE\n\ndef quarter(answer):\n    return SCORE\n"
+    )
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder in (str(tmp_path), "~", "$HOME"):
         reward = FunctionReward(FunctionRewardConfig(path=f"{folder}/my rewards.py:quarter", in_process=True))
