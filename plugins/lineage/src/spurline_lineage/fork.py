@@ -95,6 +95,7 @@ def make_fork(
         ConfigError: If a setting is invalid, or two settings contradict each other.
         RunDirectoryError: If the new folder has other content.
     """
+    check_settings_known(run_dir, checkpoint.step + 1)
     settings = settings_at(run_dir, checkpoint.step + 1)
     loaded, parent = _load(settings, overrides, new_dir), _load(settings, (), new_dir)
     # The record of a run has all defaults, some of which would be refused if a user had written them.
@@ -178,9 +179,10 @@ class _ParentsRollouts:
     def _has_equal_settings(self, step: int) -> bool:
         assert self._run is not None
         try:
-            changed = differences(settings_at(self.parent, step), self._run.config)
+            check_settings_known(self.parent, step)
         except CheckpointError:
             return False
+        changed = differences(settings_at(self.parent, step), self._run.config)
         return all(change.mark is OnResume.FREE or _AFTER_ROLLOUTS.match(change.key) for change in changed)
 
     def _has_equal_weights(self, step: int) -> bool:
@@ -307,19 +309,21 @@ def trained_again(
 
 
 def settings_at(run_dir: Path, step: int) -> Mapping[str, Any]:
-    """Return the settings with which a step was trained. A resume can change settings only at a checkpoint.
+    """Return the settings with which a step was trained. A resume can change settings only at a checkpoint."""
+    manifest = _first_manifest(run_dir, step)
+    return read_mapping(RunDirectory(run_dir).config) if manifest is None else manifest["config"]
 
-    Raises:
-        CheckpointError: If the checkpoint at the next change was removed, so that the settings are not known.
-    """
-    folder = RunDirectory(run_dir)
-    later = [path for path in CheckpointStore(folder.checkpoints).paths() if step_of(path) >= step]
-    manifest = read_mapping(later[0] / MANIFEST) if later else {}
-    history = manifest.get("history", []) if later else read_mapping(folder.summary).get("history", [])
-    for change in history:
+
+def check_settings_known(run_dir: Path, step: int) -> None:
+    """Raise CheckpointError if the checkpoint at the change of settings after a step was removed."""
+    for change in (_first_manifest(run_dir, step) or {}).get("history", []):
         if change["step"] >= step:
             raise CheckpointError(
                 f"{run_dir}: {change['key']} was changed after step {change['step']}, and no checkpoint has the "
-                f"settings of step {step} any more. Choose a step after {change['step']}."
+                f"settings of step {step} any more. Choose a checkpoint of step {change['step']} or later."
             )
-    return manifest["config"] if later else read_mapping(folder.config)
+
+
+def _first_manifest(run_dir: Path, step: int) -> Mapping[str, Any] | None:
+    paths = CheckpointStore(RunDirectory(run_dir).checkpoints).paths()
+    return next((read_mapping(path / MANIFEST) for path in paths if step_of(path) >= step), None)
