@@ -92,8 +92,13 @@ def test_a_changed_fork_equals_its_parent_up_to_the_first_step_that_the_change_t
     assert now[4]["rollouts"] != then[4]["rollouts"]
     assert "From step 4 on, rollouts are generated" in err
     assert "rewards are those that" in err
-    # Without the rollouts of the parent, noise comes first.
-    (parent / "rollouts" / "step-000003.parquet").unlink()
+    # Damaged rollouts are not trained on. Without the rollouts of the parent, noise comes first.
+    kept = parent / "rollouts" / "step-000003.parquet"
+    flipped(kept, 100)
+    code, _, err = spurline("fork", f"{parent}@2", "--steps", 3, "--run-dir", parent.with_name("damaged"))
+    assert code == 0, err
+    assert "step-000003.parquet has changed since it was written" in err
+    kept.unlink()
     code, _, err = spurline("fork", f"{parent}@2", "--steps", 3, "--run-dir", parent.with_name("noisy"))
     assert code == 0, err
     assert "kept none of them whole" in err
@@ -142,6 +147,7 @@ def test_a_fork_may_change_what_a_resume_refuses_but_not_what_its_checkpoint_doe
     code, _, err = spurline("fork", f"{parent}@2", "--set", "optimizer=sgd", "--run-dir", other)
     assert code == 2
     assert "optimizer" in err
+    assert not other.exists(), "the corrected command can use it"
     code, _, err = spurline("fork", f"{parent}@3", "--run-dir", other.with_name("third"))
     assert code == 2
     assert "Steps with a checkpoint: 2, 4." in err

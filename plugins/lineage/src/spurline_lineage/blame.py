@@ -25,6 +25,7 @@ from spurline.plugins import hookimpl
 from spurline.plugins.run_view import RunView
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
+from spurline.terminal import tell
 from spurline_lineage.fork import checkpoint_before, trained_again
 from spurline_models.separation import SeparatedBatch
 
@@ -149,6 +150,9 @@ def _dot(one: Tensor, other: Tensor) -> float:
 
 def blame_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Blame:
     """Train a step of a run again, with these settings changed, and return the part of each group in its update."""
-    blame = Blame(step)
-    with trained_again(run_dir, checkpoint_before(run_dir, step), step, overrides, blame, recalls=True):
+    blame, checkpoint = Blame(step), checkpoint_before(run_dir, step)
+    first = 1 if checkpoint is None else checkpoint.step + 1
+    if first < step:
+        tell(f"Steps {first} to {step - 1} are trained first, since there is no later checkpoint before step {step}.")
+    with trained_again(run_dir, checkpoint, step, overrides, blame, recalls=True):
         return blame

@@ -9,7 +9,8 @@ import typer
 
 from spurline.cli import print_result
 from spurline.cli_options import RunDirArgument, SetOption
-from spurline.errors import UserError
+from spurline.errors import SpurlineError, UserError
+from spurline.files import remove
 from spurline.importing import importing
 from spurline.terminal import printable
 
@@ -25,7 +26,7 @@ def fork(
     generate: Annotated[bool, typer.Option("--generate", help="Do not use rollouts that the run has kept.")] = False,
 ) -> None:
     """Train a new run from a checkpoint of another run, with the same draws and seeds and with changed settings."""
-    from spurline.run.directory import check_run_directory
+    from spurline.run.directory import RunDirectory, check_run_directory
     from spurline.trackers.start_lines import StartLines, banner
 
     parent, at, step = run.rpartition("@")
@@ -38,10 +39,17 @@ def fork(
 
     last = [] if steps is None else [f"steps={steps}", "epochs=null"]
     changes, checkpoint = [*(overrides or []), *last], checkpoint_at(Path(parent), step)
-    loaded = make_fork(Path(parent), checkpoint, changes, run_dir, recalls=not generate)
-    start = StartLines()
-    start.show(banner(loaded))
-    result = Run(loaded, progress=start).train()
+    is_new = not run_dir.exists()
+    try:
+        loaded = make_fork(Path(parent), checkpoint, changes, run_dir, recalls=not generate)
+        start = StartLines()
+        start.show(banner(loaded))
+        result = Run(loaded, progress=start).train()
+    except SpurlineError:
+        # What is refused leaves nothing, so that the corrected command can use the folder.
+        if is_new and not RunDirectory(run_dir).metrics.exists():
+            remove(run_dir)
+        raise
     print_result(result)
     if result.signal is not None and result.status == "stopped":
         raise typer.Exit(128 + result.signal)

@@ -21,7 +21,7 @@ from spurline.config.compare import differences
 from spurline.config.loading import LoadedConfig, load_config
 from spurline.config.section import OnResume, sections_within
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError, SpurlineError, listing
+from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError, SpurlineError, UserError, listing
 from spurline.files import remove, scratch_inside, write_errors
 from spurline.plugins import hookimpl
 from spurline.plugins.run_view import RunView
@@ -29,7 +29,7 @@ from spurline.run.checkpoints.checkpoint import BACKEND, MANIFEST, Checkpoint, C
 from spurline.run.directory import RunDirectory, read_mapping
 from spurline.run.run import Run
 from spurline.terminal import tell
-from spurline_lineage.fingerprints import policy_hash
+from spurline_lineage.fingerprints import content_hash, policy_hash
 from spurline_lineage.recorder import read_lineage
 
 _REWRITTEN = ("format", "version", "step", "files", "best")
@@ -103,8 +103,10 @@ def make_fork(
     problems = [problem for problem in _problems(loaded) if problem not in known]
     if problems:
         raise ConfigError(problems, f"the fork of {checkpoint.path}")
-    if recalls and checkpoint.manifest["versions"] == loaded.host.versions():
-        loaded.host.attach(_ParentsRollouts(run_dir, checkpoint.step + 1), "lineage/rollouts")
+    if recalls:
+        versions = loaded.host.versions()
+        is_equal = all(versions.get(name) == version for name, version in checkpoint.manifest["versions"].items())
+        loaded.host.attach(_ParentsRollouts(run_dir, checkpoint.step + 1, is_equal), "lineage/rollouts")
     if not new_dir.exists() or (new_dir.is_dir() and not any(new_dir.iterdir())):
         _copy_checkpoint(run_dir, checkpoint, loaded)
     elif not _is_fork(new_dir, run_dir, checkpoint):
@@ -128,13 +130,14 @@ class _ParentsRollouts:
     Attributes:
         first_step: The step for which the checkpoint proves that the weights are equal. In later steps, the hashes of
             the weights in the record of the parent prove it.
+        is_equal: Whether the parent has made the rollouts of the next step as this run would make them. It begins with
+            whether both have the same plugins.
     """
 
     parent: Path
     first_step: int
+    is_equal: bool = True
     _run: RunView | None = field(default=None, init=False)
-    _is_equal: bool = field(default=True, init=False)
-    """Whether the parent has made the rollouts of the next step as this run would make them."""
     _to_tell: str = field(default="", init=False)
     _told: str = field(default="", init=False)
 
@@ -160,21 +163,31 @@ class _ParentsRollouts:
         assert self._run is not None, "hooks are called before on_run_start"
         if not isinstance(source := self._run.source, _Recalls):
             return
-        self._is_equal = self._is_equal and self._has_equal_settings(step) and self._has_equal_weights(step)
-        source.recall(None, step)
-        self._to_tell = f"rollouts are generated: {self.parent} has none from equal weights and settings"
-        if self._is_equal:
+        self.is_equal = self.is_equal and self._has_equal_settings(step) and self._has_equal_weights(step)
+        count, why = 0, f"{self.parent} has none from equal weights, settings and plugins"
+        if self.is_equal:
+            why = f"{self.parent} has kept none of them whole"
             try:
+                self._check_files(step)
                 count = source.recall(self.parent, step)
-            except RunDirectoryError as error:
-                count, self._to_tell = 0, f"rollouts are generated: {error}"
-            else:
-                self._to_tell = f"rollouts are generated: {self.parent} has kept none of them whole"
-            if count:
-                self._to_tell = (
-                    f"rollouts and their rewards are those that {self.parent} has kept. A change of code has no effect "
-                    "on them"
-                )
+            # A damaged file may hold anything.
+            except (RunDirectoryError, TypeError, ValueError) as error:
+                why = f"those of {self.parent} cannot be used: {error}".rstrip(".")
+        if count:
+            self._to_tell = (
+                f"rollouts and their rewards are those that {self.parent} has kept. If the code that makes them has "
+                "changed since, `spurline fork --generate` makes them again"
+            )
+        else:
+            source.recall(None, step)
+            self._to_tell = f"rollouts are generated: {why}"
+
+    def _check_files(self, step: int) -> None:
+        """Raise RunDirectoryError if a file of rollouts is not what the record of the parent says."""
+        for name, digest in read_lineage(self.parent).get(step, {}).get("files", {}).items():
+            path = self.parent / name
+            if path.exists() and content_hash(path) != digest:
+                raise RunDirectoryError(f"{path} has changed since it was written. See `spurline verify`.")
 
     def _has_equal_settings(self, step: int) -> bool:
         assert self._run is not None
@@ -276,6 +289,7 @@ def trained_again(
 
     Raises:
         CheckpointError: If a setting was changed between the checkpoint and `last_step`, or does not fit the state.
+        UserError: If the run ends before `last_step`.
         KeyboardInterrupt: If a signal stops the training.
     """
     after = 0 if checkpoint is None else checkpoint.step
@@ -303,7 +317,8 @@ def trained_again(
             loaded.host.attach(hook, f"lineage/again-{number}")
         # The terminal shows the steps as progress. Only the answer of a command is its output.
         with suppress(_ReachedError), redirect_stdout(sys.stderr):
-            Run(loaded).train()
+            if Run(loaded).train().signal is None:
+                raise UserError(f"{run_dir} ends before step {last_step}. Choose an earlier one.")
             raise KeyboardInterrupt(f"Stopped before step {last_step} was trained again.")
         yield folder
 

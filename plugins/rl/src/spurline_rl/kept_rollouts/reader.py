@@ -65,7 +65,9 @@ def read_step(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     try:
         with open(path, "rb", opener=regular_file) as source, pq.ParquetFile(source) as file:
             if file.schema_arrow.names != SCHEMA.names:
-                raise RunDirectoryError(f"{path}: another version wrote it. Remove it: the run does not need it.")
+                raise RunDirectoryError(
+                    f"{path}: another version wrote it, or it is damaged. The run does not need it."
+                )
             return file.read(None if columns is None else list(columns))
     except FileNotFoundError:
         raise
