@@ -6,12 +6,13 @@ import atexit
 import gc
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+
+from spurline.terminal import write_nowhere
 
 _TALKERS = ("torchao", "torch.utils._pytree")
 """Loggers that print needless warnings when transformers imports torchao."""
@@ -36,7 +37,7 @@ def _silence_errors() -> None:
         # The reader of the stream may be gone.
         with suppress(OSError, ValueError):
             stream.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    write_nowhere(2)
 
 
 @contextmanager
@@ -57,11 +58,6 @@ def importing() -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def quiet_bitsandbytes() -> None:
-    """Silence a warning about an unused CPU kernel of bitsandbytes. Call this before importing bitsandbytes or PEFT."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def module_of_file(file: Path, name: str) -> ModuleType:

@@ -163,12 +163,13 @@ class _ParentsRollouts:
         assert self._run is not None, "hooks are called before on_run_start"
         if not isinstance(source := self._run.source, _Recalls):
             return
-        self.is_equal = self.is_equal and self._has_equal_settings(step) and self._has_equal_weights(step)
+        line = read_lineage(self.parent).get(step, {}) if self.is_equal else {}
+        self.is_equal = self.is_equal and self._has_equal_settings(step) and self._has_equal_weights(step, line)
         count, why = 0, f"{self.parent} has none from equal weights, settings and plugins"
         if self.is_equal:
             why = f"{self.parent} has kept none of them whole"
             try:
-                self._check_files(step)
+                self._check_files(line)
                 count = source.recall(self.parent, step)
             # A damaged file may hold anything.
             except (RunDirectoryError, TypeError, ValueError) as error:
@@ -182,9 +183,9 @@ class _ParentsRollouts:
             source.recall(None, step)
             self._to_tell = f"rollouts are generated: {why}"
 
-    def _check_files(self, step: int) -> None:
-        """Raise RunDirectoryError if a file of rollouts is not what the record of the parent says."""
-        for name, digest in read_lineage(self.parent).get(step, {}).get("files", {}).items():
+    def _check_files(self, line: Mapping[str, Any]) -> None:
+        """Raise RunDirectoryError if a file of rollouts is not what the line of the parent's record says."""
+        for name, digest in line.get("files", {}).items():
             path = self.parent / name
             if path.exists() and content_hash(path) != digest:
                 raise RunDirectoryError(f"{path} has changed since it was written. See `spurline verify`.")
@@ -198,12 +199,10 @@ class _ParentsRollouts:
         changed = differences(settings_at(self.parent, step), self._run.config)
         return all(change.mark is OnResume.FREE or _AFTER_ROLLOUTS.match(change.key) for change in changed)
 
-    def _has_equal_weights(self, step: int) -> bool:
+    def _has_equal_weights(self, step: int, line: Mapping[str, Any]) -> bool:
         assert self._run is not None
-        if step == self.first_step:
-            return True
-        recorded = read_lineage(self.parent).get(step, {}).get("weights_before")
-        return recorded is not None and recorded == policy_hash(self._run.backend)
+        recorded = line.get("weights_before")
+        return step == self.first_step or (recorded is not None and recorded == policy_hash(self._run.backend))
 
 
 def _problems(loaded: LoadedConfig) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
@@ -50,6 +51,11 @@ class LoraConfig(Section):
 def no_peft() -> ConfigError:
     """Return the error to raise if peft is not installed."""
     return ConfigError.at("backend.lora", "needs peft. Run `pip install 'spurline-models[lora]'`.")
+
+
+def quiet_bitsandbytes() -> None:
+    """Silence a warning about an unused CPU kernel of bitsandbytes. Call this before importing bitsandbytes or PEFT."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def num_checkpointed(share: float, layers: int) -> int:

@@ -22,11 +22,10 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError, listing, suggestion
-from spurline.importing import quiet_bitsandbytes
 from spurline.trackers.readout import quantity
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
 from spurline_models.architecture import ScalarHead, build_without_memory, load_model_config, output_layer
-from spurline_models.configs import LoraConfig, no_peft
+from spurline_models.configs import LoraConfig, no_peft, quiet_bitsandbytes
 
 quiet_bitsandbytes()
 try:

@@ -7,6 +7,7 @@ since padding could change an answer.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.directory import RunDirectory
-from spurline.terminal import json_line, printable
+from spurline.terminal import printable
 from spurline_models.abilities import check_generates
 from spurline_models.architecture import load_model_config
 from spurline_models.device_profile import device_profile
@@ -297,7 +298,7 @@ def answer_all(
         for place, found in enumerate(answers, 1):
             if as_json:
                 content = {"prompt": asked, "response": found.text}
-                typer.echo(json_line(content | {"finish_reason": found.finish_reason, "tokens": found.tokens}))
+                typer.echo(_json_line(content | {"finish_reason": found.finish_reason, "tokens": found.tokens}))
                 continue
             if not watches:
                 typer.echo(("" if count == 1 else f"[{place}] ") + printable(found.text))
@@ -341,3 +342,10 @@ def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
 def _say_cut_off(found: Answer) -> None:
     if found.finish_reason == "length":
         typer.echo(f"(cut off after {found.tokens:,} tokens; --max-new-tokens sets the limit)", err=True)
+
+
+def _json_line(value: Any) -> str:
+    """Return one line of JSON in which only control characters are escaped."""
+    # JSON itself escapes those below the space.
+    hidden = r"[\x7f-\x9f\ud800-\udfff]"
+    return re.sub(hidden, lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))

@@ -11,7 +11,7 @@ import typer
 from spurline.cli_options import load_run
 from spurline.errors import UserError
 from spurline.importing import importing
-from spurline.terminal import is_person_asking, printable
+from spurline.terminal import printable
 
 ColumnOption = Annotated[
     list[str] | None,
@@ -74,14 +74,15 @@ def generate(
     sampling = replace(found.sampling, **chosen)
     asked = answers.Prompts(found, system, raw=raw)
     typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
-    if not prompts and rows is None and is_person_asking():
+    # Python has no standard input if the caller has closed it, as cron may.
+    is_closed = sys.stdin is None  # pyright: ignore[reportUnnecessaryComparison]
+    if not prompts and rows is None and not is_closed and sys.stdin.isatty():
         if as_json or raw or count > 1:
             raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
         answers.talk(found, asked, sampling, seed)
         return
     given = prompts or (["-"] if rows is None else [])
-    # Python has no standard input if the caller has closed it, as cron may.
-    if "-" in given and sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+    if "-" in given and is_closed:
         raise UserError("standard input is closed. Give a prompt, or --file.")
     texts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in given]
     every = [(text, asked.of_text(text)) for text in texts]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 
-from spurline.importing import quiet_bitsandbytes
+from spurline_models.configs import quiet_bitsandbytes
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline_models.optimizers.groups import parameter_groups
 
